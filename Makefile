@@ -15,10 +15,13 @@ SETUP := VENV='$(VENV)' PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' scripts/
 ADD_MEGATRON := VENV='$(VENV)' scripts/add_megatron.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo demo test test-unit test-all check fmt fuzz bench docs clean
+# Where trainers' own packages lie, each release in a folder of its own.
+TRAINERS ?= $(VENV)-trainers
+
+.PHONY: help setup setup-demo demo test test-unit test-all test-trainers check fmt fuzz bench docs clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## Make .venv with everything for development
 	@$(SETUP) megatron,hf,dev
@@ -44,6 +47,10 @@ test-all: setup  ## All tests, and those that run Megatron on all its releases; 
 	$(PYTEST) $(ARGS)
 	for folder in $(VENV)/megatron-*; do $(PYTEST) --megatron "$${folder##*megatron-}" tests/reference $(ARGS) || exit; done
 
+test-trainers: setup  ## verl, OpenRLHF, TRL, torchtitan, RLinf, NeMo-RL themselves load what we write; TRAINERS=FOLDER for their packages
+	VENV='$(VENV)' scripts/add_trainers.sh '$(TRAINERS)'
+	$(BIN)/python -m pytest tests/trainers --trainers '$(TRAINERS)' $(ARGS)
+
 check: setup  ## Lint, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -64,5 +71,5 @@ docs:  ## Build the pages as a site, in site/ (python3 -m http.server -d site); 
 	$(VENV)-docs/bin/python -m mkdocs build --strict $(ARGS)
 
 clean:  ## Remove everything that was made, .venv included
-	rm -rf $(VENV) $(VENV)-docs site .setup.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-trainers site .setup.lock .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

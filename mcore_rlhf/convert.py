@@ -208,10 +208,13 @@ def prepare(
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
     tally = Tally(opened.catalog)
-    more = {key: value for key, value in wanted_of(opened).items() if key not in opened.state.other}
-    opened = replace(opened, state=replace(opened.state, other={**opened.state.other, **more})) if more else opened
+    asked = wanted_of(opened)
     passage = Passage(opened, wanted, options.write, options.read, open_checkpoint)
     seen = through(CONVERTED, passage)
+    more = {
+        key: value for key, value in asked.items() if key not in seen.state.other
+    }  # after what drops another family's
+    seen = replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None
     bring_along(seen, job.target, wanted)

@@ -19,7 +19,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .described import check_described
 from .lora.names import BRIDGE_ADAPTER, OF_ADAPTER
 from .megatron.state import MegatronState
-from .module import ModuleState
+from .module import USE_MUON, ModuleState
 from .options import ReadOptions, WriteOptions
 from .selection import selected
 from .source import Names, Source, scheduled_groups
@@ -280,11 +280,57 @@ def _as_run(p: Passage) -> Source:
     return as_run(p.source, like, _description(p))
 
 
+def _has_other_groups(p: Passage) -> bool:
+    """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
+    from .crossing.going_on import GROUPS_OF
+
+    if p.module is None or p.write.run_of not in GROUPS_OF or p.write.like is not None or p.source.optimizer is None:
+        return False
+    own = p.to.lays_out_keys and p.source.format == p.to.name
+    return not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
+
+
+def _in_its_groups(p: Passage) -> Source:
+    from .crossing.going_on import in_groups_of
+
+    return in_groups_of(p.write.run_of, p.source)
+
+
 def _deals_groups_anew(p: Passage) -> bool:
     """Whether a scheduler has not as many learning rates as there are groups, where another format's rules deal these."""
     rates, groups = scheduled_groups(p.source.state.scheduler), len(p.source.state.groups)
     anew = p.to.family == ModuleState.names and p.source.format != p.to.name
     return anew and p.module is not None and groups > 0 and rates not in (None, 0, groups)
+
+
+def _lacks_lambdas(p: Passage) -> bool:
+    """Whether a scheduler comes out of a DCP folder, which has no place for an empty list, into a file that has."""
+    from .crossing.schedule import lacks_lambdas
+
+    into = p.to.family == ModuleState.names and not p.to.lays_out_keys
+    return into and p.module is not None and lacks_lambdas(p.source.state.scheduler)
+
+
+def _with_lambdas(p: Passage) -> Source:
+    from .crossing.schedule import with_lambdas
+
+    return with_lambdas(p.source)
+
+
+def _lacks_schedule(p: Passage) -> bool:
+    """Whether OpenRLHF's loader, which takes a LambdaLR's state from every file with an optimizer, would find none."""
+    from .fsdp.state import EPOCH
+
+    asked = p.write.run_of == "openrlhf" and p.module is not None and p.source.optimizer is not None
+    return asked and EPOCH not in (p.source.state.scheduler or {})
+
+
+def _with_schedule(p: Passage) -> Source:
+    from .fsdp.state import MADE, scheduler_state
+
+    notes = p.source.notes.copy()
+    notes.through([MADE], p.source)
+    return replace(p.source, notes=notes, state=replace(p.source.state, scheduler=scheduler_state(p.source)))
 
 
 def _with_fitting_schedule(p: Passage) -> Source:
@@ -322,7 +368,10 @@ NAMES = (
     Pass("a hybrid model as a GPTModel", _is_hybrid, _gpt),
     Pass("experts one by one", lambda p: p.module is not None and p.to_module and not p.to.packs_experts, _one_by_one),
     Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
+    Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
+    Pass("a schedule for OpenRLHF", _lacks_schedule, _with_schedule),
+    Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
     Pass("experts packed", _are_to_be_packed, _packed),

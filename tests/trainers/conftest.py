@@ -1,21 +1,84 @@
 """Trainers themselves load what we write: their packages lie in a folder of their own, which ``--trainers`` names.
 
-Below it, each of a trainer's releases is a folder of ``pip install --no-deps --target FOLDER/verl-0.9.1 verl==0.9.1``, and what they need
-and this repository does not is in ``FOLDER/verl-needs``, as ``tests/trainers/verl-needs.txt`` lists it:
-``pip install --no-deps --target FOLDER/verl-needs -r tests/trainers/verl-needs.txt``. Nothing is installed beside the pinned packages.
+``make test-trainers`` puts them there (``scripts/add_trainers.sh`` has the releases), each in a folder of its own and what they need in
+``needs``, and runs the tests of this folder. Nothing is installed beside the pinned packages. A trainer that a registry has may not skip
+then; those that only a repository has do where it could not be fetched, and the run says of each trainer how many tests ran.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+TITAN = "torchtitan-0.2.2"
+_OF_FILES = {
+    "test_verl": "verl", "test_torchtitan": "torchtitan", "test_trl": "TRL", "test_transformers": "transformers and accelerate",
+    "test_each_other": "verl, OpenRLHF, RLinf and NeMo-RL, from each other",
+}  # fmt: skip
+_MAY_SKIP = ("repository",)
+"""Words in a reason for which a test may be skipped where packages are given."""
+
+
+def _given(config: pytest.Config) -> Path | None:
+    given = config.getoption("--trainers")
+    return None if given is None else Path(given).resolve()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """torchtitan is imported by the tests' own processes, and what it needs; ours come first."""
+    folder = _given(config)
+    if folder is not None:
+        sys.path += [str(folder / TITAN), str(folder / "needs")]
 
 
 @pytest.fixture(scope="session")
 def trainers(request: pytest.FixtureRequest) -> Path:
     """The folder with the trainers' packages; without it the tests are skipped."""
-    given = request.config.getoption("--trainers")
-    if given is None:
-        pytest.skip("needs the trainers' own packages: --trainers FOLDER (see tests/trainers/conftest.py)")
-    return Path(given).resolve()
+    found = _given(request.config)
+    if found is None:
+        pytest.skip("needs the trainers' own packages: make test-trainers (see tests/trainers/conftest.py)")
+    return found
+
+
+def _told(reports: list[pytest.TestReport]) -> dict[str, int]:
+    """Of each trainer how many tests there are."""
+    files = Counter(Path(report.nodeid.partition("::")[0]).stem for report in reports)
+    return {_OF_FILES[name]: count for name, count in files.items() if name in _OF_FILES}
+
+
+def _unexcused(config: pytest.Config, skipped: list[pytest.TestReport]) -> list[pytest.TestReport]:
+    """Tests that may not be skipped where packages are given, and were."""
+    if _given(config) is None:
+        return []
+    ours = [one for one in skipped if Path(one.nodeid.partition("::")[0]).stem in _OF_FILES]
+    return [one for one in ours if not any(word in str(one.longrepr) for word in _MAY_SKIP)]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say of each trainer how many tests ran, how many did not, and why."""
+    if _given(config) is None:
+        return
+    stats = terminalreporter.stats
+    skipped = stats.get("skipped", [])
+    ran, left = _told([*stats.get("passed", []), *stats.get("failed", [])]), _told(skipped)
+    terminalreporter.section("trainers")
+    for name in sorted({*ran, *left}):
+        terminalreporter.line(f"{name}: {ran.get(name, 0)} run, {left.get(name, 0)} skipped")
+    for reason, count in Counter(str(one.longrepr[-1]) for one in skipped).items():
+        terminalreporter.line(f"{count} {reason}")
+    for one in _unexcused(config, skipped):
+        terminalreporter.line(f"may not be skipped: {one.nodeid}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where a trainer of the registry was skipped."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if (
+        reporter is not None
+        and _unexcused(session.config, reporter.stats.get("skipped", []))
+        and not session.exitstatus
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -8,11 +8,9 @@ modules import and a checkpoint does not need (data sets, metrics, triton kernel
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import json
 import sys
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.trainers.absent import stand_in
 
 WORDS, HEADS, GROUPS, WIDTH, LAYERS = 24, 2, 1, 16, 2
 CONFIG: dict[str, Any] = {
@@ -33,27 +33,11 @@ Seen = list[tuple[float, float, list[int]]]
 """Of every step: the losses of all ranks together, the learning rate, the samples."""
 
 
-class _Empty(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {"__module__": self.__name__})
-
-
-def _empty(*names: str) -> None:
-    for name in names:
-        module = _Empty(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        sys.modules[name] = module
-
-
 def _import_torchtitan() -> None:
-    _empty("torchtitan.models.moe.kernels")
-    if importlib.util.find_spec("datasets") is None:
-        _empty("datasets", "datasets.distributed")
+    stand_in("torchtitan.models.moe.kernels", instead=True)
+    stand_in("datasets")
     if importlib.util.find_spec("tensorboard") is None:
-        _empty("torch.utils.tensorboard")
+        stand_in("torch.utils.tensorboard", instead=True)
 
 
 @dataclass

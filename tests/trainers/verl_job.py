@@ -1,50 +1,27 @@
 """One rank of a verl run: trains, saves and resumes by verl's own checkpoint manager, as a list of orders says, and prints what it saw.
 
-Run as ``python tests/trainers/verl_job.py ORDERS RANK``, with the packages of verl on the path. Nothing of verl is stubbed. The model is a
-small Qwen2 or Llama with weights of its own, wrapped by verl's ``apply_fsdp2`` or with its wrap policy; optimizer and schedule are made as
-its FSDP engine makes them (``verl/workers/engine/fsdp/transformer_impl.py``, 0.9.1: ``_build_optimizer``, ``_build_lr_scheduler``). The
-first weights are of one seed on all ranks, not sent from the first, for which verl asks for a GPU. Of transformers, a class that 0.7
-asks for and newer releases lack has another one in its place.
+``python -m tests.trainers.verl_job ORDERS RANK``, with the packages of verl on the path. Nothing of verl is stubbed. The model is that
+of ``lessons``, wrapped by verl's ``apply_fsdp2`` or with its wrap policy; optimizer and schedule are made as its FSDP engine makes them
+(``verl/workers/engine/fsdp/transformer_impl.py``, 0.9.1: ``_build_optimizer``, ``_build_lr_scheduler``). The first weights are of one
+seed on all ranks, not sent from the first, for which verl asks for a GPU. Of transformers, a class that 0.7 asks for and newer releases
+lack has another one in its place.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers.utils.import_utils import _LazyModule
 
-warnings.simplefilter("ignore")
+from tests.trainers.lessons import Step, begin, loss_of, model_of, seen_of
+
 _found = _LazyModule.__getattr__
 _LazyModule.__getattr__ = lambda self, name: _found(  # on the class: 0.7 makes the module anew
     self, "AutoModelForImageTextToText" if name == "AutoModelForVision2Seq" else name
 )
 torch.cpu.empty_cache = lambda: None  # type: ignore[attr-defined]  # verl asks the device that it computes on for it
-
-VOCABULARY, BATCH = 120, 6
-
-
-def model_of(orders: dict[str, Any]) -> torch.nn.Module:
-    """The model with weights from a seed."""
-    torch.manual_seed(orders["seed"])
-    sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=orders["tied"], rms_norm_eps=1e-6,
-    )  # fmt: skip
-    sizes |= orders.get("sizes", {})
-    kinds = {"qwen2": transformers.Qwen2Config, "llama": transformers.LlamaConfig}
-    config = kinds[orders["model"]](**sizes, architectures=[orders["model"].capitalize() + "ForCausalLM"])
-    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
-    for name, param in made.named_parameters():
-        if param.ndim == 1:  # biases are zero at birth, and norms one: let them tell apart
-            torch.nn.init.normal_(param.data, mean=1.0 if "norm" in name else 0.0, std=0.05)
-    return made
 
 
 def wrapped(orders: dict[str, Any]) -> torch.nn.Module:
@@ -89,26 +66,19 @@ class Run:
             self.model, self.optimizer, self.schedule, processing_class=None, checkpoint_config=config
         )
 
-    def step(self, number: int) -> dict[str, Any]:
-        """A step on this rank's share of the batch; what all ranks saw together."""
-        words = torch.randint(0, VOCABULARY, (BATCH, 16), generator=torch.Generator().manual_seed(1000 + number))
-        share = words.chunk(dist.get_world_size())[dist.get_rank()]
-        self.model.train()
-        logits = self.model(input_ids=share, use_cache=False).logits.float()
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), share[:, 1:].reshape(-1))
+    def step(self, number: int) -> Step:
+        loss = loss_of(self.model, number)
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        drawn = [torch.zeros(1) for _ in range(dist.get_world_size())]
-        dist.all_gather(drawn, torch.rand(1))
-        return {
-            "loss": mean.item() / dist.get_world_size(),
-            "lr": self.schedule.get_last_lr(),
-            "drawn": [one.item() for one in drawn],
-        }
+        return seen_of(loss, self.schedule.get_last_lr())
+
+    def save(self, path: str, at: int) -> None:
+        self.manager.save_checkpoint(path, global_step=at)
+
+    def load(self, path: str) -> None:
+        self.manager.load_checkpoint(path)
 
     def tell(self, path: str) -> None:
         """All values of an FSDP1 run as torch itself puts them together."""
@@ -122,33 +92,5 @@ class Run:
             torch.save({"model": model, "state": optimizer["state"]}, path)
 
 
-def main(orders: dict[str, Any]) -> list[dict[str, Any]]:
-    """Carry the orders out: train some steps, save, load."""
-    run, seen, at = Run(orders), list[dict[str, Any]](), 0
-    torch.manual_seed(100 + dist.get_rank())
-    for what, value in orders["do"]:
-        if what == "train":
-            for _ in range(value):
-                at += 1
-                seen.append(run.step(at))
-        elif what == "save":
-            run.manager.save_checkpoint(value, global_step=at)
-        elif what == "truth":
-            run.tell(value)
-        else:
-            run.manager.load_checkpoint(value)
-            at = orders["step"]
-    return seen
-
-
 if __name__ == "__main__":
-    path, rank = Path(sys.argv[1]), int(sys.argv[2])
-    given = json.loads(path.read_text())
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(path.with_suffix(".store")), given["world"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=given["world"])
-    found = main(given)
-    if rank == 0:
-        path.with_suffix(".seen").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    begin(Run)

@@ -6,6 +6,7 @@ source's. What the run keeps and the source does not say is as there, by name: i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -22,6 +23,17 @@ from .torchtitan import of_torchtitan, with_other_names
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
 _TRAIN_STATE = "train_state"
+GROUPS_OF = {
+    "rlinf": ("value_head",),
+    "openrlhf": ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"),
+}
+"""Trainers whose optimizer has a param group, and another one of the parameters in whose names there is one of these.
+
+Sources: RLinf a3816b5, ``rlinf/hybrid_engines/fsdp/fsdp_model_manager.py`` (``build_optimizer``): its schedule has a rate for each, and
+stops at its first step where a checkpoint had more (torch 2.13.0, ``optim/lr_scheduler.py``, ``LambdaLR.get_lr``). OpenRLHF 0.11.2,
+``openrlhf/utils/deepspeed/deepspeed_utils.py`` (``get_optimizer_grouped_parameters``): DeepSpeed 0.19.8 loads only a file of as many
+groups (``runtime/zero/stage_1_and_2.py``, ``_load_legacy_checkpoint``).
+"""
 
 
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:
@@ -51,7 +63,7 @@ def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source
     )
     state = source.state
     if source.optimizer is not None and like.state.groups:
-        groups = _groups(source, like, notes)
+        groups = _groups(source, like.state.groups, str(like.root), notes)
         state = replace(state, groups=groups, scheduler=_scheduler(source, like, groups, notes))
     state = replace(state, other=_other(source, like, notes))
     return replace(
@@ -68,11 +80,46 @@ def _check_same_model(source: Source, like: Source) -> None:
     problems.raise_if_any()
 
 
-def _groups(source: Source, like: Source, notes: Report) -> tuple[ParamGroup, ...]:
+def in_groups_of(trainer: str, source: Source) -> Source:
+    """The source in the param groups that a trainer makes whatever its run is: a setting is that of most of a group's parameters.
+
+    Args:
+        trainer: One of :data:`GROUPS_OF`.
+        source: Under a module's names, with an optimizer.
+
+    Raises:
+        Lossy: Parameters that come into one group have several learning rates, or have made several numbers of steps.
+    """
+    of = {name: group for group in source.state.groups for name in group.params}
+    order = dict.fromkeys([spec.name for spec in source.model.params if spec.name in of] + [*of])
+    shares = _shares(trainer, [*order])
+    if {frozenset(names) for names in shares} == {frozenset(group.params) for group in source.state.groups}:
+        return source
+    notes = source.notes.copy()
+    notes.add(Fate.NOTE, f"param groups: dealt anew, {len(shares)} as {trainer} makes them")
+    wanted = [replace(_most(names, of), expert=False, params=tuple(names)) for names in shares]
+    groups = _groups(source, tuple(wanted), trainer, notes)
+    return replace(source, notes=notes, state=replace(source.state, groups=groups))
+
+
+def _shares(trainer: str, names: list[str]) -> list[list[str]]:
+    """The parameters of each group that a trainer makes."""
+    apart = {name for name in names if any(part in name for part in GROUPS_OF[trainer])}
+    found = [[name for name in names if name not in apart], [name for name in names if name in apart]]
+    return [share for share in found if share]
+
+
+def _most(names: list[str], of: Mapping[str, ParamGroup]) -> ParamGroup:
+    """The group that most of some parameters are in."""
+    ((number, _),) = Counter(id(of[name]) for name in names).most_common(1)
+    return next(of[name] for name in names if id(of[name]) == number)
+
+
+def _groups(source: Source, run: tuple[ParamGroup, ...], whose: str, notes: Report) -> tuple[ParamGroup, ...]:
     """The run's param groups, at the learning rates and steps that the source has come to."""
     of = {name: group for group in source.state.groups for name in group.params}
     made, changed, problems = list[ParamGroup](), dict[tuple[str, str, str], int](), Problems()
-    for number, group in enumerate(like.state.groups):
+    for number, group in enumerate(run):
         reached = {repr(_reached(of[name])): of[name] for name in group.params if name in of}
         if len(reached) > 1:
             text = f"{source.root}: the run has {group.params[0]} and others in one param group, and they are at {', '.join(reached)}"
@@ -85,9 +132,7 @@ def _groups(source: Source, like: Source, notes: Report) -> tuple[ParamGroup, ..
         settings = {key: value for key, value in group.fields.items() if key not in group.scalars}
         made.append(ParamGroup({**settings, **at}, group.expert, group.params, scalars))
         if not reached and group.params:
-            problems.add(
-                Unsupported, f"{source.root}: nothing says how far param group {number} of {like.root} is trained"
-            )
+            problems.add(Unsupported, f"{source.root}: nothing says how far param group {number} of {whose} is trained")
     problems.raise_if_any()
     for (key, ours, theirs), count in changed.items():
         text = f"{key} of {count} parameters: {ours} → {theirs}, as the run has it"

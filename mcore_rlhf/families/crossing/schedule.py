@@ -14,8 +14,10 @@ from typing import cast
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
 
-_LAST, _INNER = "_last_lr", "_schedulers"
-PER_GROUP = (BASE_LRS, _LAST, "lr_lambdas", "max_lrs", "min_lrs")
+_LAST, _INNER, _LAMBDAS = "_last_lr", "_schedulers", "lr_lambdas"
+_OF_ALL = {BASE_LRS, _LAST, "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step"}
+"""What every scheduler of torch's keeps, and a LambdaLR nothing else but what its functions say of themselves."""
+PER_GROUP = (BASE_LRS, _LAST, _LAMBDAS, "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 
 
@@ -43,6 +45,26 @@ def with_fitting_schedule(source: Source) -> Source:
     if order is not None:
         dealt = _dealt(scheduler, len(base), order)
     return replace(source, state=replace(source.state, scheduler=dealt), notes=notes)
+
+
+def lacks_lambdas(scheduler: Mapping[str, object] | None) -> bool:
+    """Whether a scheduler may be a LambdaLR whose functions said nothing: DCP keeps no None, and ``load_state_dict`` asks for the key.
+
+    Args:
+        scheduler: Its state.
+    """
+    return scheduler is not None and BASE_LRS in scheduler and scheduler.keys() <= _OF_ALL
+
+
+def with_lambdas(source: Source) -> Source:
+    """A source whose scheduler has an entry for the function of each group that says nothing; one of another kind passes over it.
+
+    Args:
+        source: One whose scheduler lacks them.
+    """
+    scheduler = source.state.scheduler or {}
+    count = len(cast(list[object], scheduler[BASE_LRS]))
+    return replace(source, state=replace(source.state, scheduler={**scheduler, _LAMBDAS: [None] * count}))
 
 
 def _owners(scheduler: Mapping[str, object], base: Sequence[object], groups: Sequence[ParamGroup]) -> list[int] | None:

@@ -215,7 +215,7 @@ _RULES: tuple[Rule[_DcpTarget], ...] = (
     Rule(Fate.NOTE, f"the folder is {{0.choices.inner}}/, where RLinf looks; a trainer that wants {METADATA_FILE} in the step itself, or "
          "other keys, passes over it and may begin anew without a word: dcp.load finds it by this path and these keys, and --like a step "
          "of that trainer's makes them its own",
-         lambda t: _is_new(t) and t.choices.inner),
+         lambda t: _is_new(t) and t.choices.inner and not t.choices.apart),
     Rule(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder",
          lambda t: _is_new(t) and not t.choices.inner),
     Rule(Fate.LOST, "fp32 masters: the parameters become {0.choices.dtype}, and FSDP has no other place for them",

@@ -34,13 +34,13 @@ def into(source: Path, root: Path, to: str, *, role: str | None = None, **write:
     return convert_step(find(source, ReadOptions(role=role)), root, options)
 
 
-def equal(a: Path, b: Path) -> None:
-    """In every tensor that both have, the optimizer's too."""
+def equal(a: Path, b: Path, *but: str) -> None:
+    """In every tensor that both have, the optimizer's too, and in all else but what is named."""
     first, second = (open_checkpoint(path, ReadOptions()) for path in (a, b))
     with bytes_of(first) as bytes_a, bytes_of(second) as bytes_b:
         found = Differ(first, second, bytes_a, bytes_b).compare()
     assert found.tensors > 50
-    assert found.equal, found.differences[:3]
+    assert [one.name for one in found.differences] == [*but], found.differences[:3]
 
 
 def verls(root: Path) -> Path:
@@ -64,10 +64,41 @@ def test_a_run_is_laid_out_as_its_trainer_does_and_found_again(tmp_path: Path) -
     assert back.published == tmp_path / "openrlhf"
     for role in ("_actor", "_critic"):
         assert (tmp_path / "openrlhf" / role / "latest").read_text() == "global_step3"
-        equal(OPENRLHF / role, tmp_path / "openrlhf" / role)
+        equal(OPENRLHF / role, tmp_path / "openrlhf" / role, "param_groups")
     found = run_at(tmp_path / "openrlhf")
     assert found is not None
     assert (found.trainer.name, found.tracked()) == ("openrlhf", 3)
+
+
+def test_param_groups_are_those_that_a_trainer_makes_whatever_its_run_is(tmp_path: Path) -> None:
+    """RLinf has one weight decay, and torch's loader stops where a group has two; DeepSpeed loads OpenRLHF's two groups alone."""
+    said = into(OPENRLHF, tmp_path / "rlinf", "rlinf").jobs["actor"].report.lines
+    assert (Fate.CHANGED, "weight_decay of 11 parameters: 0.0 → 0.01, as the run has it") in said
+    found = open_checkpoint(tmp_path / "rlinf" / "global_step_3" / "actor", ReadOptions()).state
+    assert [group.fields["weight_decay"] for group in found.groups] == [0.01]
+    assert found.scheduler is not None
+    assert found.scheduler["base_lrs"] == [0.01]
+    into(verls(tmp_path / "verl"), tmp_path / "openrlhf", "openrlhf")
+    state = open_checkpoint(tmp_path / "openrlhf" / "_actor", ReadOptions()).state
+    still = [name.endswith(("bias", "norm.weight")) for group in state.groups for name in group.params]
+    assert [len(group.params) for group in state.groups] == [still.count(False), still.count(True)]
+    assert still == sorted(still)
+    assert state.scheduler is not None
+    assert len(state.scheduler["base_lrs"]) == len(state.scheduler["lr_lambdas"]) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", ["verl", "rlinf", "nemo"])
+def test_openrlhf_finds_all_that_it_asks_for_after_megatron(tmp_path: Path, source: str) -> None:
+    """Its counters are no Megatron's, nor has Megatron a LambdaLR's state: without either its loader stops."""
+    root = {"verl": verls(tmp_path / "verl"), "rlinf": RLINF, "nemo": NEMO}[source]
+    config = {} if source == "verl" else {"reference_config": str(RUNS / "config.json")}
+    into(root, tmp_path / "megatron", "megatron", tp=2, dp=1, **config)
+    into(tmp_path / "megatron", tmp_path / "openrlhf", "openrlhf", dp=2, **config)
+    tag = tmp_path / "openrlhf" / "_actor" / "global_step3"
+    read = torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (read["episode"], read["global_step"]) == (0, 3)
+    assert read["lr_scheduler"]["last_epoch"] == 3
+    assert len(read["lr_scheduler"]["lr_lambdas"]) == len(read["lr_scheduler"]["base_lrs"]) == 2
 
 
 def test_the_position_in_the_data_goes_along_under_the_trainers_name(tmp_path: Path) -> None:

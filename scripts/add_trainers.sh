@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Put trainers' own packages in a folder, each release alone, for the tests that have them load what we write.
+#
+#   scripts/add_trainers.sh FOLDER       pinned releases from the package registry, pinned commits from GitHub
+#
+# VENV  the virtual environment whose pip is used, made by scripts/setup_venv.sh   (default: .venv)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=${VENV:-.venv}
+target=$1
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python)
+releases=(verl==0.9.1 verl==0.7.0 openrlhf==0.11.2 trl==1.16.0 torchtitan==0.2.2)
+repositories=( # folder, repository, commit, what of it is a package
+    "RLinf-a3816b5 RLinf/RLinf a3816b596478dcd8a5c69a6ec1468c9519f77b5b rlinf"
+    "NeMo-RL-7ea279a NVIDIA-NeMo/RL 7ea279abfbeb698b092856d0dab61e7cf39bc909 nemo_rl"
+)
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+# A folder is there only when it is whole; a release's own tests would be taken for ours.
+install() { # folder, arguments of pip
+    local folder=$target/$1
+    if [[ -d $folder ]]; then return; fi
+    say "adding $1"
+    rm -rf "$folder.unfinished"
+    "${pip[@]}" --target "$folder.unfinished" "${@:2}"
+    rm -rf "$folder.unfinished/tests"
+    mv "$folder.unfinished" "$folder"
+}
+
+fetch() { # folder, repository, commit, package
+    local folder=$target/$1 unfinished=$target/$1.unfinished
+    if [[ -d $folder ]]; then return; fi
+    say "fetching $1"
+    rm -rf "$unfinished"
+    git init -q "$unfinished"
+    timeout 300 git -C "$unfinished" fetch -q --depth 1 --filter=blob:none "https://github.com/$2" "$3" &&
+        git -C "$unfinished" checkout -q FETCH_HEAD -- "$4" && mv "$unfinished" "$folder" ||
+        { rm -rf "$unfinished"; say "$2 cannot be fetched: its tests are skipped"; }
+}
+
+mkdir -p "$target"
+exec 9>"$target/.lock"
+if command -v flock >/dev/null; then flock 9; fi # pip is at work here once at a time
+needs=needs-$(cksum <tests/trainers/needs.txt | cut -d ' ' -f 1) # other needs are installed anew
+install "$needs" -r tests/trainers/needs.txt
+ln -sfn "$needs" "$target/needs"
+for release in "${releases[@]}"; do install "${release/==/-}" "$release"; done
+for repository in "${repositories[@]}"; do read -r folder name commit package <<<"$repository" && fetch "$folder" "$name" "$commit" "$package"; done
