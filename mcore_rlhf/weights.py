@@ -45,8 +45,16 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What is read: tensors, the part of each, and where they come from."""
+class Wanted:
+    """What is read of a checkpoint.
+
+    Args:
+        whole: All files that are read, as one source.
+        seen: The source under the names that are asked for.
+        view: Where the tensors come from.
+        parts: The tensors.
+        boxes: The part of each; None for the whole.
+    """
 
     whole: Source
     seen: Source
@@ -101,7 +109,7 @@ def iter_weights(
     return _streamed(wanted)
 
 
-def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int, int], pattern: str) -> _Wanted:
+def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int, int], pattern: str) -> Wanted:
     whole, seen = opened, opened
     if spelling == "hf":
         passage = Passage(opened, format_named("hf"), write, ReadOptions(), open_checkpoint)
@@ -120,7 +128,7 @@ def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int,
     if not parts:
         raise UsageError(f"names: no weight of {opened.root} is called so: {pattern}")
     boxes = _cut(seen, spelling, write, parts, *rank)
-    return _Wanted(whole, seen, view, parts, boxes)
+    return Wanted(whole, seen, view, parts, boxes)
 
 
 def _native(source: Source, view: Chunks) -> Iterator[WrittenTensor]:
@@ -186,7 +194,7 @@ def _dim(link: Link, dim: int) -> int:
     return dim if link.axes is None else link.axes.index(dim)
 
 
-def _streamed(wanted: _Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+def _streamed(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """Read on a thread, a tensor ahead of who takes them."""
     import torch
 
@@ -194,7 +202,7 @@ def _streamed(wanted: _Wanted) -> Iterator[tuple[str, torch.Tensor]]:
 
     def run() -> None:
         try:
-            _read(wanted, Memory(complete=stream.put))
+            read(wanted, Memory(complete=stream.put))
         except BaseException as error:
             failed.append(error)
         finally:
@@ -244,8 +252,16 @@ class _Stream:
                     return
 
 
-def _read(wanted: _Wanted, memory: Memory) -> None:
-    """Plan every tensor, and read them in their order; of a record of which parts are wanted alone, nothing else is read."""
+def read(wanted: Wanted, memory: Memory) -> None:
+    """Plan every tensor, and read them in their order; of a record of which parts are wanted alone, nothing else is read.
+
+    Args:
+        wanted: What.
+        memory: Takes the bytes of each under its number.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or damaged.
+    """
     files = tuple(
         TargetFile(str(number), partial(memory_layout, part, str(number), box))
         for number, (part, box) in enumerate(zip(wanted.parts, wanted.boxes, strict=True))

@@ -39,6 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "convert": _BELOW | {"formats", "verify", "execution"},
     "consolidate": _OFFLINE,
     "weights": _OFFLINE | {"consolidate"},
+    "dcp": _OFFLINE | {"weights"},
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
     "report": _OFFLINE | {"manager"},
@@ -55,7 +56,7 @@ LAZY = {"torch": {"core", "consolidate", "weights"}}
 NEEDS_TORCH = {"core/lowrank.py"}
 # Packages that only these rooms may import, at top level or inside a function.
 ONLY_IN = {
-    "torch": {"engines", "manager", "integrations", "demo", "consolidate", "weights"},
+    "torch": {"engines", "manager", "integrations", "demo", "consolidate", "weights", "dcp"},
     "megatron": {"engines", "integrations", "demo"},
     "deepspeed": {"engines", "integrations", "demo"},
     "transformer_engine": {"engines", "integrations", "demo"},

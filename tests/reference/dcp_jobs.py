@@ -83,6 +83,46 @@ def load_and_go_on(how: Wrapped, folder: str, style: str) -> Looked:
     return Looked(whole_of(trainer), _go_on(trainer))
 
 
+def load_any(how: Wrapped, folder: str) -> Looked:
+    """Load a checkpoint of any format through torch's ``dcp.load``, look at what is there, and go on; the schedule is put by hand."""
+    trainer = build(how, dist.get_rank())
+    trainer.train(5, 1)
+    _load_any(trainer, folder)
+    assert trainer.scheduler is not None
+    trainer.scheduler.load_state_dict({**trainer.scheduler.state_dict(), "last_epoch": 2, "_step_count": 3})
+    return Looked(whole_of(trainer), _go_on(trainer))
+
+
+def _load_any(trainer: Trainer, folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    from mcore_rlhf.dcp import AnyReader
+
+    assert trainer.optimizer is not None
+    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as torch's own reader makes it warn
+        dcp.load(state, storage_reader=AnyReader(folder))
+    set_state_dict(
+        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def ask_for_too_much(folder: str) -> str:
+    """What ``dcp.load`` says where a state dict has a key that is not there."""
+    import torch.distributed.checkpoint as dcp
+
+    from mcore_rlhf.dcp import AnyReader
+
+    try:
+        dcp.load({"model": {"nowhere.weight": torch.zeros(2)}}, storage_reader=AnyReader(folder))
+    except BaseException as error:  # torch gathers those of all ranks in a class that is no Exception
+        return str(error)
+    return ""
+
+
 def load_and_save(how: Wrapped, folder: str, to: str, style: str) -> None:
     """Load by torch, and save by torch."""
     trainer = _loaded(how, folder, style)
@@ -151,8 +191,13 @@ def _take(trainer: Trainer, style: str, state: Mapping[str, Any]) -> None:
 _FLAT_REST = ("optimizer", "lr_scheduler", "train_state")
 
 
-def load_llama(folder: str, config: dict[str, Any]) -> tuple[Whole, list[float]]:
+def load_llama(folder: str, config: dict[str, Any], of_any_format: bool = False) -> tuple[Whole, list[float]]:
     """Load into a Llama of transformers' under FSDP2, as RLinf's ``Checkpoint`` does, every key of its dictionary; and train on.
+
+    Args:
+        folder: A DCP folder, or a checkpoint of any format.
+        config: Of the model.
+        of_any_format: Whether it is read where it lies.
 
     Returns:
         All tensors and settings, put together by torch; losses of two steps.
@@ -178,6 +223,9 @@ def load_llama(folder: str, config: dict[str, Any]) -> tuple[Whole, list[float]]
         lr=1.0,
     )
     trainer = Trainer(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), dist.get_rank())
+    if of_any_format:
+        _load_any(trainer, folder)
+        return whole_of(trainer), [_llama_step(model, optimizer) for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = _state(trainer, "rlinf")

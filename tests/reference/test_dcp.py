@@ -188,3 +188,30 @@ def test_a_megatron_run_goes_on_under_fsdp2(runs: Runs, world: int) -> None:
     assert whole["group.0.lr"] == source.state.groups[0].fields["lr"]
     assert whole["schedule.last_epoch"] == 2
     assert losses[1] < losses[0] < 8.0
+    read = runs.pool.run(jobs.load_llama, str(MEGATRON), config, True, world_size=world, timeout=TIMEOUT)
+    assert differences(without_schedule(whole), without_schedule(read[0][0])) == [], "as it lies, without a folder"
+
+
+def without_schedule(whole: Whole) -> Whole:
+    """What model and optimizer hold."""
+    return {key: value for key, value in whole.items() if not key.startswith("schedule.")}
+
+
+@pytest.mark.parametrize(
+    ("name", "by"), [("rlinf", "universal"), ("rlinf-3", "deepspeed"), ("tied", "dcp"), ("fsdp1", "universal")]
+)
+def test_torch_reads_any_format_where_it_lies(runs: Runs, name: str, by: str) -> None:
+    """``dcp.load`` with our reader: the same number of ranks goes on bit for bit, another one has every value."""
+    how, _ = SAVED[name]
+    saved = runs.save(name)
+    write = {"zero_stage": 2, "dp": 2} if by == "deepspeed" else {}
+    there = runs.convert(runs.folder / name, f"{name}-{by}-any", to=by, **write)
+    for world in (how.world, 5 - how.world):
+        loaded = runs.run(jobs.load_any, how.other(mesh=(world,)), str(there))
+        assert differences(without_schedule(agreed(saved)), without_schedule(agreed(loaded))) == []
+        assert world != how.world or [seen.losses for seen in loaded] == [seen.losses for seen in saved]
+
+
+def test_what_is_not_there_is_named(runs: Runs) -> None:
+    for text in runs.pool.run(jobs.ask_for_too_much, str(MEGATRON), world_size=2, timeout=TIMEOUT):
+        assert "model.nowhere.weight" in text

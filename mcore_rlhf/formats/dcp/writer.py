@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,7 +41,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from .content import Choices, Constant, Content, Part, Planned, choose, for_run, rest_of
 from .folders import APART, FULL_WEIGHTS
-from .keys import ACCELERATE, joined
+from .keys import ACCELERATE, KeyLayout, joined
 from .state import DcpState
 
 
@@ -61,18 +61,39 @@ def dcp_target(source: Source, options: WriteOptions, *, apart: bool = False) ->
     if apart:
         layout = ACCELERATE if choices.optimizer else replace(ACCELERATE, optimizer=None)
         choices = replace(choices, layout=layout, inner="", weights=False, apart=APART)
-    module, own = ModuleState.needed(source, "dcp"), DcpState.of(source)
+    content, own = _content(source, choices, {} if apart else rest_of(source, choices)), DcpState.of(source)
     if own:
         report.lines = [line for line in report.lines if line[1] not in own.differing]
-    names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
-    order = FROM_MASTERS if choices.masters else EITHER
-    view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
-    content = Content(source, module, choices, view, {} if apart else rest_of(source, choices))
-    described = _DcpTarget(source, module, choices, content, view)
+    described = _DcpTarget(source, content.module, choices, content, content.view)
     if not apart:
         report.through(_RULES, described)
         report.through(LEAVES_OUT, options)
     return described.target(report)
+
+
+def keyed(source: Source, options: WriteOptions, layout: KeyLayout) -> Content:
+    """Model and optimizer of a source under keys of the caller's, for who reads them without a folder.
+
+    Args:
+        source: Any source of module names.
+        options: What the user asked for.
+        layout: How keys are made; without the optimizer's, the weights alone.
+
+    Raises:
+        CheckpointError: See :func:`dcp_target`.
+    """
+    choices = choose(source, replace(options, no_optimizer=options.no_optimizer or layout.optimizer is None))
+    return _content(
+        source, replace(choices, layout=layout if choices.optimizer else replace(layout, optimizer=None)), {}
+    )
+
+
+def _content(source: Source, choices: Choices, rest: Mapping[str, object]) -> Content:
+    module = ModuleState.needed(source, "dcp")
+    names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
+    order = FROM_MASTERS if choices.masters else EITHER
+    view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
+    return Content(source, module, choices, view, rest)
 
 
 def _holds(source: Source, content: Content) -> Inventory:
