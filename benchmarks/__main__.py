@@ -14,7 +14,7 @@ from .memory import row_7
 from .metadata import row_15
 from .objects import row_17
 from .planning import row_12
-from .reading import row_9, row_11, row_13, row_16
+from .reading import row_9, row_11, row_13, row_16, row_22
 from .reshape import row_3, row_4, row_5, row_18
 from .saving import row_1, row_2, row_8, row_10, row_21
 from .scale import row_20
@@ -43,6 +43,7 @@ ROWS: dict[int, Measure] = {
     18: lambda folder, gigabytes, rounds: row_18(folder, gigabytes),
     20: lambda folder, gigabytes, rounds: row_20(folder),
     21: row_21,
+    22: row_22,
 }
 
 

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_rlhf import iter_weights
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -94,6 +96,36 @@ def _one_rank(checkpoint: Checkpoint) -> tuple[int, int]:
                 FileRun(plan, records, counting, _Nowhere(), Ledger(())).run()
                 needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
     return sum(len(pages) << 12 for pages in counting.pages.values()), needed
+
+
+def row_22(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    checkpoint = make(folder, gigabytes, 2)
+    for tp_rank, tp_size in ((0, 1), (1, 2), (1, 4)):
+        touched, from_disk = _weights(checkpoint, tp_rank, tp_size)
+        whose = "all weights" if tp_size == 1 else f"one rank of TP{tp_size}"
+        text = f"{from_disk:.3g}× from a cold disk, what the kernel reads ahead included"
+        what = (
+            f"bytes of pages touched ÷ bytes of the weights that iter_weights gives: {whose}, of TP2, {gigabytes:g} GB"
+        )
+        yield Row(22, what, touched, "×", 1.05, 1.01, text)
+
+
+def _weights(checkpoint: Checkpoint, tp_rank: int, tp_size: int) -> tuple[float, float]:
+    """Bytes of the pages that were asked for, and of those that came from the disk, for each byte that is given."""
+    view, pages = OpenFiles.view, defaultdict[str, set[int]](set)
+
+    def counting(files: OpenFiles, file: str, byte_offset: int, nbytes: int) -> memoryview:
+        pages[file].update(range(byte_offset >> 12, (byte_offset + nbytes + 4095) >> 12))
+        return view(files, file, byte_offset, nbytes)
+
+    cold(checkpoint.files)
+    before, OpenFiles.view = _read_bytes(), counting  # type: ignore[method-assign]
+    try:
+        given = sum(tensor.nbytes for _, tensor in iter_weights(checkpoint.root, tp_rank=tp_rank, tp_size=tp_size))
+    finally:
+        OpenFiles.view = view  # type: ignore[method-assign]
+    touched = sum(len(numbers) << 12 for numbers in pages.values())
+    return touched / given, (_read_bytes() - before) / given
 
 
 def row_11(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
