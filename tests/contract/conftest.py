@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.six_formats import Zoo
+from tests.helpers.every_format import Zoo
 
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    return Zoo(tmp_path_factory.mktemp("six"))
+    return Zoo(tmp_path_factory.mktemp("every"))

@@ -26,7 +26,7 @@ from mcore_rlhf.formats.hf.writer import Weights
 from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.paths import ReadablePath
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.six_formats import MODEL
+from tests.helpers.every_format import MODEL
 
 ALL = GOLDENS.parent
 OF_RUNS = {

@@ -12,7 +12,7 @@ from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.damage import snapshot
-from tests.helpers.six_formats import MODEL, PAIRS, SIX, Zoo, compared, opened
+from tests.helpers.every_format import EVERY, MODEL, PAIRS, Zoo, compared, opened
 from tests.helpers.support_matrix import PAGE, page
 
 STATES = {"master", "exp_avg", "exp_avg_sq"}
@@ -22,8 +22,17 @@ def named(pair: tuple[str, str]) -> str:
     return f"{pair[0]}→{pair[1]}"
 
 
-def test_all_six_are_there() -> None:
-    assert set(SIX) == {"megatron", "megatron-dist", "deepspeed", "universal", "dcp", "fsdp-ranks", "hf", "hf-trainer"}
+def test_all_are_there() -> None:
+    assert set(EVERY) == {
+        "megatron",
+        "megatron-dist",
+        "deepspeed",
+        "universal",
+        "dcp",
+        "fsdp-ranks",
+        "hf",
+        "hf-trainer",
+    }
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=named)
@@ -72,7 +81,7 @@ def test_the_plan_and_the_manifest_show_the_account(zoo: Zoo) -> None:
     assert '"account"' in (there / "mcore_rlhf.json").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [known.name for known in FORMATS if known.name in SIX and known.family == "module"])
+@pytest.mark.parametrize("name", [known.name for known in FORMATS if known.name in EVERY and known.family == "module"])
 def test_every_format_has_what_megatron_itself_wrote(name: str, zoo: Zoo) -> None:
     """Those of Megatron's family are made of one of these, with rows of padding that are not the golden's."""
     a, b = alike(opened(MODEL), opened(zoo.base(name)))

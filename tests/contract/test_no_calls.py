@@ -33,7 +33,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import Namespace, new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor
 from tests.helpers.conversions import GOLDENS
-from tests.helpers.six_formats import SIX, Zoo, options
+from tests.helpers.every_format import EVERY, Zoo, options
 from tests.unit.storage.forge import Call, called, write_pt
 
 CANARY = "accelerate.canary_of_a_test"
@@ -123,7 +123,7 @@ def made_in(data: bytes) -> set[str]:
 
 
 @pytest.mark.parametrize("to", WITH_PICKLES)
-@pytest.mark.parametrize("source", SIX)
+@pytest.mark.parametrize("source", EVERY)
 def test_every_target_calls_the_closed_list_alone(source: str, to: str, zoo: Zoo) -> None:
     there, _ = zoo.pair(source, to)
     pickles = list(pickles_in(there))

@@ -10,7 +10,7 @@ from mcore_rlhf.core.account import Fate
 from mcore_rlhf.formats.registry import FORMATS, format_named
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.table import Architecture
-from tests.helpers.six_formats import SIX, Zoo, opened
+from tests.helpers.every_format import EVERY, Zoo, opened
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "support-matrix.md"
 
@@ -60,10 +60,10 @@ def _summary(name: str) -> str:
 def _pairs(zoo: Zoo) -> Iterator[str]:
     notes: dict[str, int] = {}
     yield "## From each to each"
-    yield "| from ↓ to → | " + " | ".join(f"`{name}`" for name in SIX) + " |"
-    yield "|---|" + "---|" * len(SIX)
-    for source in SIX:
-        cells = [_cell(zoo, source, target, notes) for target in SIX]
+    yield "| from ↓ to → | " + " | ".join(f"`{name}`" for name in EVERY) + " |"
+    yield "|---|" + "---|" * len(EVERY)
+    for source in EVERY:
+        cells = [_cell(zoo, source, target, notes) for target in EVERY]
         yield f"| `{source}` | " + " | ".join(cells) + " |"
     yield ""
     yield from (f"{number}. {text}" for text, number in notes.items())

@@ -17,9 +17,9 @@ from tests.helpers.conversions import GOLDENS
 MODEL = GOLDENS / "tp2pp2dp2_bf16_do"
 """A Llama of two layers, trained by real megatron-core at TP2, PP2 and DP2 with the distributed optimizer."""
 
-SIX = tuple(known.name for known in FORMATS if known.name not in ("peft", "hf-accelerate"))
+EVERY = tuple(known.name for known in FORMATS if known.name not in ("peft", "hf-accelerate"))
 """Those that hold a whole model, each once: accelerate's is ``hf-trainer`` under other file names."""
-PAIRS = tuple((source, target) for source in SIX for target in SIX)
+PAIRS = tuple((source, target) for source in EVERY for target in EVERY)
 
 _UNPADDED = "universal"
 _OPTIONS = {"hf": WriteOptions(with_optimizer=True), "megatron": WriteOptions(transformer_impl="local")}
