@@ -128,7 +128,7 @@ def stand_still(root: Path, victim: int, call: str) -> Told:
 
 
 def come_late(root: Path, late: int, seconds: float) -> tuple[list[tuple[str, str]], list[str]]:
-    """A rank comes to a save when the others have long given it up; nobody is lost for the saves that follow."""
+    """A rank comes to a save when the others have long given it up; nobody is lost for what follows, be it a look or a save."""
     live, told, failed = engine(seed=1), list[tuple[str, str]](), list[str]()
 
     def hear(event: Event) -> None:
@@ -142,6 +142,7 @@ def come_late(root: Path, late: int, seconds: float) -> tuple[list[tuple[str, st
                 time.sleep(seconds)
             told.append(outcome(lambda: manager.save(step, blocking=True)))  # noqa: B023
             dist.barrier()
+            told.append(outcome(lambda: manager.maybe_save(step)))  # noqa: B023
     assert is_seed(values_of(root), 4, 4)
     return told, failed
 

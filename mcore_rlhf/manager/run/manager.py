@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.errors import Incomplete, Problems, UsageError, headline
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
@@ -172,11 +172,22 @@ class CheckpointManager:
             Why it was saved; None where it was not. After a signal the save is complete, and :attr:`stopping` is true.
         """
         self._check_open()
-        decided = self._decisions.at(step, last)
+        decided = self._decided(step, last)
         self.stopping = self.stopping or decided.stop
         if decided.reason is not None:
             self.save(step, metrics, blocking=True if decided.stop or last else None)
         return decided.reason
+
+    def _decided(self, step: int, last: bool) -> Decision:
+        """What to do after a step; nothing, where ranks have lost each other and the run is to go on: at the next one they meet again."""
+        try:
+            self.world.meet(asking=False)
+            return self._decisions.at(step, last)
+        except Incomplete as error:
+            if self.options.on_error == "raise":
+                raise
+            self.reporter.say("failed", step, f"{headline(str(error))}; training goes on")
+            return Decision(None, stop=False)
 
     def load(
         self, which: str | int | Path | None = "auto", *, must_exist: bool = False, optimizer: bool = True
@@ -202,6 +213,7 @@ class CheckpointManager:
                 copied, the error says so: load again before training on.)
         """
         self._check_open()
+        self.world.meet()
         self.world.barrier("load")
         self.wait()
         resumer = Resumer(self.root, self.parts, self.world, self.options, self.reporter, optimizer)

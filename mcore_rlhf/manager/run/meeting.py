@@ -29,6 +29,9 @@ class Meeting:
         rank: This rank.
         size: How many there are.
         timeout: Seconds to wait for a rank that does not come.
+
+    Attributes:
+        broken: Whether this rank has lost the others since they last met.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -37,6 +40,7 @@ class Meeting:
         # Every rank makes its managers in the same order, as they are collective: so the ranks find each other's.
         self._store = PrefixStore(f"{shared.add(f'made by {rank}', 1)}", shared)
         self._number = 0
+        self.broken = False
         self._group: Any = self._made()  # torch's stubs know of no backend what it can do
 
     def _made(self) -> dist.ProcessGroupGloo:
@@ -45,6 +49,7 @@ class Meeting:
 
     def breaks(self) -> None:
         """Tell everybody that this group is of no use any more; never raises."""
+        self.broken = True
         with suppress(RuntimeError):  # the rank that keeps the store is the one that died
             self._store.set(f"broken/{self._number}", "1")
 
@@ -60,6 +65,7 @@ class Meeting:
         if broken or self._group is None:
             self._group = None  # its threads end
             self._group = self._made()
+        self.broken = False
 
     def _live(self) -> Any:
         if self._group is None:

@@ -138,13 +138,16 @@ class World:
                 "Every rank must call it. Look at the logs of the ranks that are missing."
             ) from error
 
-    def meet(self) -> None:
+    def meet(self, *, asking: bool = True) -> None:
         """Meet anew, where ranks have lost each other since they last met; collective.
+
+        Args:
+            asking: Whether the others are asked, by a look at the store that they share; else it is what this rank has met itself.
 
         Raises:
             Incomplete: Some did not come in time.
         """
-        if self.meeting is not None:
+        if self.meeting is not None and (asking or self.meeting.broken):
             with self._explaining():
                 self.meeting.renew()
 
