@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.consolidate import memory_layout
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
-from mcore_rlhf.core.catalog import PARAM, Box, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.description import description
@@ -33,6 +33,7 @@ from mcore_rlhf.formats.hf.files import WrittenTensor
 from mcore_rlhf.formats.hf.writer import Weights
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.huggingface.relation import Link
+from mcore_rlhf.models.torchtitan import OWN_EMBEDDING
 from mcore_rlhf.storage.in_memory import Bytes, Memory
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -103,10 +104,21 @@ def iter_weights(
         raise UsageError(f"tp_rank: expected a number from 0 to tp_size - 1, found {tp_rank!r} of {tp_size!r}")
     if spelling not in ("hf", "native"):
         raise UsageError(f"spelling: expected 'hf' or 'native', found {spelling!r}")
-    write = WriteOptions(no_optimizer=True, dtype=dtype, reference_config=reference_config)
+    write = WriteOptions(no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config)
     opened = open_checkpoint(checkpoint_path(Path(path)), replace(read or ReadOptions(), optimizer=False), partial=True)
     wanted = _wanted(opened, spelling, write, (tp_rank, tp_size), names)
     return _streamed(wanted)
+
+
+def _checked(dtype: str | None) -> str | None:
+    """A floating-point type, under its own name."""
+    try:
+        found = None if dtype is None else dtype_of(dtype)
+    except ValueError as error:
+        raise UsageError(f"dtype: {error}") from None
+    if found is not None and found not in FLOATING:
+        raise UsageError(f"dtype: expected a floating-point type, such as bfloat16, found {dtype!r}")
+    return None if found is None else found.name
 
 
 def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int, int], pattern: str) -> Wanted:
@@ -115,6 +127,11 @@ def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int,
         passage = Passage(opened, format_named("hf"), write, ReadOptions(), open_checkpoint)
         seen = through(CONVERTED, passage)
         whole = passage.whole
+        if any(spec.name == OWN_EMBEDDING for spec in seen.model.params):
+            raise Unsupported(
+                f"{opened.root}: has torchtitan's own names, and nothing in it describes the model\n"
+                "Give reference_config, the folder with its config.json; or spelling='native'."
+            )
         weights = Weights(seen, ModuleState.needed(seen, "hf"), passage.write, described=True)
         view, parts = weights.view, weights.parts()
     else:

@@ -282,9 +282,11 @@ def _as_run(p: Passage) -> Source:
 
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
+    if p.module is None or not p.write.run_of or p.write.like is not None or p.source.optimizer is None:
+        return False
     from .crossing.going_on import GROUPS_OF
 
-    if p.module is None or p.write.run_of not in GROUPS_OF or p.write.like is not None or p.source.optimizer is None:
+    if p.write.run_of not in GROUPS_OF:
         return False
     own = p.to.lays_out_keys and p.source.format == p.to.name
     return not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
@@ -305,10 +307,11 @@ def _deals_groups_anew(p: Passage) -> bool:
 
 def _lacks_lambdas(p: Passage) -> bool:
     """Whether a scheduler comes out of a DCP folder, which has no place for an empty list, into a file that has."""
+    if p.module is None or p.to.family != ModuleState.names or p.to.lays_out_keys:
+        return False
     from .crossing.schedule import lacks_lambdas
 
-    into = p.to.family == ModuleState.names and not p.to.lays_out_keys
-    return into and p.module is not None and lacks_lambdas(p.source.state.scheduler)
+    return lacks_lambdas(p.source.state.scheduler)
 
 
 def _with_lambdas(p: Passage) -> Source:
@@ -319,10 +322,11 @@ def _with_lambdas(p: Passage) -> Source:
 
 def _lacks_schedule(p: Passage) -> bool:
     """Whether OpenRLHF's loader, which takes a LambdaLR's state from every file with an optimizer, would find none."""
+    if p.write.run_of != "openrlhf" or p.module is None or p.source.optimizer is None:
+        return False
     from .fsdp.state import EPOCH
 
-    asked = p.write.run_of == "openrlhf" and p.module is not None and p.source.optimizer is not None
-    return asked and EPOCH not in (p.source.state.scheduler or {})
+    return EPOCH not in (p.source.state.scheduler or {})
 
 
 def _with_schedule(p: Passage) -> Source:

@@ -1,7 +1,6 @@
 """TRL's own GRPOTrainer, killed in the middle of a save, goes on with the losses of the run that was not, though TRL alone would not.
 
-``FOLDER/trl-1.16.0`` is ``pip install --no-deps --target FOLDER/trl-1.16.0 trl==1.16.0``, and what it needs besides lies in
-``FOLDER/trl-needs/site-packages`` (dill pickles modules that lie elsewhere by their content), as ``tests/trainers/trl-needs.txt`` lists it.
+What it needs besides comes last in the path, or this repository's own packages would be hidden by it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def grpo(trainers: Path, job: str, folder: Path) -> subprocess.CompletedProcess[
     if not found:
         pytest.skip(f"{trainers}: has no trl-1.16.0")
     path = os.pathsep.join([str(PROJECT), str(found[-1])])
-    command = [sys.executable, "-c", _RUN, str(trainers / "trl-needs" / "site-packages"), job, str(folder)]
+    command = [sys.executable, "-c", _RUN, str(trainers / "needs"), job, str(folder)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
         command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=300, check=False

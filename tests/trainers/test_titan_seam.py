@@ -1,8 +1,6 @@
 """torchtitan's own checkpoint manager with our commit: killed, damaged and gone on with, on two ranks.
 
-``FOLDER/torchtitan-0.3.0`` is ``pip install --no-deps --target FOLDER/torchtitan-0.3.0`` of ``torchtitan==0.3.0 torchdata==0.11.0
-tyro==1.0.17``, and ``FOLDER/torchtitan-needs/site-packages`` the same of ``spmd_types docstring_parser typeguard``. Its ``Trainer``
-imports triton, so its containers and manager are driven by a loop that does what ``Trainer.train`` does with them.
+Its ``Trainer`` imports triton, so its containers and manager are driven by a loop that does what ``Trainer.train`` does with them.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ def titan(trainers: Path, job: str, folder: Path) -> tuple[subprocess.CompletedP
     found = trainers / "torchtitan-0.3.0"
     if not found.is_dir():
         pytest.skip(f"{trainers}: has no torchtitan-0.3.0")
-    path = os.pathsep.join(map(str, [PROJECT, found, trainers / "torchtitan-needs" / "site-packages"]))
+    path = os.pathsep.join(map(str, [PROJECT, found, trainers / "needs"]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.trainers.titan_seam", job, str(folder)],

@@ -103,8 +103,18 @@ def test_what_cannot_be_cut_is_named() -> None:
         iter_weights(MEGATRON, tp_rank=2, tp_size=2)
     with pytest.raises(UsageError, match=r"no weight of .* is called so: lm_heat"):
         iter_weights(MEGATRON, names="lm_heat*")
+    for dtype in ("bf17", "int8"):
+        with pytest.raises(UsageError, match=rf"dtype: .*{dtype}"):
+            iter_weights(MEGATRON, dtype=dtype)
     with pytest.raises(Unsupported, match="native"):
         iter_weights(MEGATRON, spelling="native", tp_size=2)
+
+
+def test_torchtitans_own_names_need_a_config() -> None:
+    own, config = GOLDENS / "torchtitan", GOLDENS / "torchtitan" / "config.json"
+    with pytest.raises(Unsupported, match="reference_config"):
+        iter_weights(own)
+    assert "model.layers.0.self_attn.q_proj.weight" in dict(iter_weights(own, reference_config=str(config)))
 
 
 def test_a_flipped_bit_is_found_by_the_end(tmp_path: Path) -> None:
