@@ -46,5 +46,6 @@ if command -v flock >/dev/null; then flock 9; fi # pip is at work here once at a
 needs=needs-$(cksum <tests/trainers/needs.txt | cut -d ' ' -f 1) # other needs are installed anew
 install "$needs" -r tests/trainers/needs.txt
 ln -sfn "$needs" "$target/needs"
+ln -sfn "$needs" "$target/site-packages" # dill pickles modules that lie elsewhere by their content
 for release in "${releases[@]}"; do install "${release/==/-}" "$release"; done
 for repository in "${repositories[@]}"; do read -r folder name commit package <<<"$repository" && fetch "$folder" "$name" "$commit" "$package"; done

@@ -1,6 +1,7 @@
 """TRL's own GRPOTrainer, killed in the middle of a save, goes on with the losses of the run that was not, though TRL alone would not.
 
-What it needs besides comes last in the path, or this repository's own packages would be hidden by it.
+What it needs besides comes last in the path, or this repository's own packages would be hidden by it; and from a folder of the one name
+whose modules dill does not pickle by their content.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def grpo(trainers: Path, job: str, folder: Path) -> subprocess.CompletedProcess[
     if not found:
         pytest.skip(f"{trainers}: has no trl-1.16.0")
     path = os.pathsep.join([str(PROJECT), str(found[-1])])
-    command = [sys.executable, "-c", _RUN, str(trainers / "needs"), job, str(folder)]
+    command = [sys.executable, "-c", _RUN, str(trainers / "site-packages"), job, str(folder)]
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(
         command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainers.titan_jobs import TrainState, _empty
+from tests.trainers.absent import stand_in
+from tests.trainers.titan_jobs import TrainState
 
-_empty("torch.utils.tensorboard")
+stand_in("torch.utils.tensorboard", instead=True)
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402 - after what is empty
 from torch.distributed.fsdp import fully_shard  # noqa: E402 - after what is empty
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402 - after what is empty
