@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from mcore_rlhf.storage.waiting import waiting_for
 
@@ -14,6 +15,16 @@ from .options import LOG
 
 _LOOK_S = 0.25
 """How often a job is looked at that may have to be given up."""
+
+
+class Left(NamedTuple):
+    """A job is left to itself.
+
+    Args:
+        error: What is raised in its place; None where it has done what mattered.
+    """
+
+    error: BaseException | None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,12 +75,12 @@ class Background:
         """Whether the job is one that hangs, as was said or as it was left for."""
         return self.given_up or (self._run is not None and self._run.left)
 
-    def start(self, job: Callable[[], None], overdue: Callable[[], BaseException | None] | None = None) -> None:
+    def start(self, job: Callable[[], None], overdue: Callable[[], Left | None] | None = None) -> None:
         """Run a job; the one before must have been waited for.
 
         Args:
             job: It.
-            overdue: Asked again and again on another thread: what the job is to be left to itself for; None while all is well.
+            overdue: Asked again and again on another thread, whether the job is to be left to itself; None while all is well.
         """
         assert self._run is None, "wait for the last job first"
         current = self._run = _Run()
@@ -82,10 +93,10 @@ class Background:
             else:
                 current.end(None)
 
-        def watch(asked: Callable[[], BaseException | None]) -> None:
+        def watch(asked: Callable[[], Left | None]) -> None:
             while not current.ended.wait(_LOOK_S):
-                if (error := asked()) is not None:
-                    current.end(error, left=True)
+                if (left := asked()) is not None:
+                    current.end(left.error, left=True)
 
         threading.Thread(target=run, name="mcore_rlhf save", daemon=True).start()
         if overdue is not None:

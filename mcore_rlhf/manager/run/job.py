@@ -15,6 +15,7 @@ from mcore_rlhf.storage.manifest import Manifest, provenance
 from mcore_rlhf.storage.publish import replace_text
 
 from ..rlhf.carried import Carried
+from .background import Left
 from .commit import RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .failed import FailedSave
 from .options import LOG, Reporter
@@ -43,7 +44,8 @@ class SaveJob:
         reporter: Hears of the outcome.
         report: For the manifest: metrics, stall.
         provenance: For the manifest, besides versions: git revision, hash of the configuration.
-        then: What the coordinator does once the step is committed: delete old steps, export.
+        ours: Notes on the coordinator that the step is this run's, as soon as it is committed.
+        then: What the coordinator does after that: delete old steps, export.
         retries: How often a save that failed is tried again; the same on all ranks.
         begin: What the coordinator opens the transaction of a further attempt with.
         make_room: What the coordinator does about a full disk.
@@ -58,6 +60,7 @@ class SaveJob:
     reporter: Reporter
     report: Mapping[str, object] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
+    ours: Callable[[], None] = lambda: None
     then: Callable[[], None] = lambda: None
     retries: int = 0
     begin: Callable[[Transaction], None] = lambda transaction: None
@@ -139,12 +142,8 @@ class SaveJob:
             if self.world.commits:
                 FailedSave.note(self.transaction.root, self.transaction.step, error)
 
-    def give_up(self) -> CheckpointError | None:
-        """Leave it to itself, as it stands still; called from another thread.
-
-        Returns:
-            What is to be said of the step; None where it is committed.
-        """
+    def give_up(self) -> Left:
+        """Leave it to itself, as it stands still; called from another thread."""
         self.progress.given_up = True
         what = "what follows the commit" if self.committed else "the save"
         still, step, root = f"{self.progress.still_s:.3g} s", self.transaction.step, self.transaction.root
@@ -154,12 +153,12 @@ class SaveJob:
             LOG.warning(
                 "%sThe step is committed; old steps may lie there for longer, and by-products be missing.", text
             )
-            return None
+            return Left(None)
         error = StorageError(f"{text}The step is not committed; older ones are untouched. The next save starts afresh.")
         self.reporter.say("failed", self.transaction.step, headline(str(error)))
         # What hangs may be the very folder that these go into.
         threading.Thread(target=self._tell_of, args=(error,), name="mcore_rlhf word", daemon=True).start()
-        return error
+        return Left(error)
 
     def _tell_of(self, error: CheckpointError) -> None:
         self.transaction.messages.fail(f"rank {self.world.rank_name}", error)
@@ -260,9 +259,11 @@ class SaveJob:
         speed = nbytes / max(seconds, 1e-9) / 1e9
         self.reporter.say("commit", self.transaction.step, seconds=seconds, bytes=nbytes, gb_per_s=speed)
         try:
+            self.ours()
             replace_text(self.transaction.root / TRACKER, str(self.transaction.step))
             FailedSave.forget(self.transaction.root)
-            self.then()
+            if not self.progress.given_up:  # a later save does it
+                self.then()
         except Exception as error:
             unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
             rank, step = self.world.rank, self.transaction.step

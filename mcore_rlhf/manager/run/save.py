@@ -15,7 +15,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreada
 from mcore_rlhf.storage.waiting import waiting_for
 
 from . import retention, steps
-from .background import Background
+from .background import Background, Left
 from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
 from .job import SaveJob, word_of
@@ -117,7 +117,7 @@ class Saver:
             make_room=partial(self._make_room, step, dict(metrics or {})),
             failed=failed,
         )
-        job.then = partial(self._after, step, job.progress)
+        job.ours, job.then = partial(self._note, step), partial(self._after, step, job.progress)
         self.unsaved = None
         self._background.start(partial(self._run, job), None if self.options.save_timeout is None else self._overdue)
 
@@ -202,7 +202,7 @@ class Saver:
         self._background.leave(StorageError(f"{text}The next save starts afresh."))
         return self._background.join()
 
-    def _overdue(self) -> BaseException | None:
+    def _overdue(self) -> Left | None:
         """Leave the save to itself where it stands still."""
         job, limit = self._job, self.options.save_timeout
         if job is None or limit is None or job.progress.still_s < limit:
@@ -342,12 +342,15 @@ class Saver:
         job.run()
         self.clock.save_took(time.monotonic() - started)
 
+    def _note(self, step: int) -> None:
+        """A step is this run's, whatever becomes of what follows its commit."""
+        self.own.add(step)
+        self._last = step
+        remember(steps.step_folder(self.root, step))
+
     def _after(self, step: int, progress: Progress) -> None:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
-        self.own.add(step)
-        self._last = step
-        remember(folder)
         if self.mirror is not None:
             self.mirror.saved()
             self.mirror.then = self._after_mirroring

@@ -131,3 +131,27 @@ def test_one_that_stands_still_does_not_keep_a_process_waiting(tmp_path: Path, m
     assert "of step 2 has made no progress for 0." in text
     assert "the last that it was at is actor/state.pt, after " in text
     assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
+
+
+def test_what_hangs_after_the_commit_is_said_once_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is there: that is no failed save, and the next one does not wait for it."""
+    answers, real, heard = threading.Event(), job.replace_text, list[Event]()
+
+    def hanging(path: Path, text: str) -> None:
+        if text == "1":
+            answers.wait(30)
+        else:
+            real(path, text)
+
+    monkeypatch.setattr(job, "replace_text", hanging)
+    with manager(tmp_path, save_timeout=0.3, on_event=heard.append) as run:
+        run.save(1, blocking=True)
+        run.save(2, blocking=True)
+        answers.set()
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 2]
+    assert [event.kind for event in heard] == ["save", "commit", "save", "commit"]
+    said = [record.getMessage() for record in caplog.records if "made no progress" in record.getMessage()]
+    assert len(said) == 1
+    assert "what follows the commit of step 1" in said[0]
