@@ -21,7 +21,9 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
     Box,
+    DType,
     Record,
+    Shape,
     TensorEntry,
     TensorName,
 )
@@ -43,7 +45,7 @@ from mcore_rlhf.formats.hf.files import (
 )
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Destination
-from mcore_rlhf.storage.in_memory import Memory
+from mcore_rlhf.storage.in_memory import Bytes, Memory
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import beneath, local_path
 from mcore_rlhf.storage.pt import Pt
@@ -164,8 +166,6 @@ def load_fp32_state_dict(
     Raises:
         CheckpointError: It is incomplete or damaged: every byte that is used is checked.
     """
-    import torch
-
     source = open_tag(Path(path), tag, ())
     wanted = fp32_state_dict(source, exclude_frozen_parameters)
     memory = Memory()
@@ -173,9 +173,15 @@ def load_fp32_state_dict(
     copy_into(wanted, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
     for file, part in zip(files, wanted.tensors, strict=True):
-        filled = torch.from_numpy(memory.files[file.path]).view(getattr(torch, part.dtype.name)).reshape(part.shape)
-        found.update(dict.fromkeys(part.names, filled))
+        found.update(dict.fromkeys(part.names, torch_tensor(memory.files[file.path], part.dtype, part.shape)))
     return OrderedDict((name, found[name]) for name in wanted.order)
+
+
+def torch_tensor(data: Bytes, dtype: DType, shape: Shape) -> torch.Tensor:
+    """Bytes in memory as a tensor; they are not copied."""
+    import torch
+
+    return torch.from_numpy(data).view(getattr(torch, dtype.name)).reshape(shape)
 
 
 def memory_layout(part: WrittenTensor, file: str, box: Box | None = None) -> FileLayout:

@@ -11,10 +11,10 @@ import io
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from mcore_rlhf.core.catalog import Box, DType, Shape
+from mcore_rlhf.consolidate import torch_tensor
+from mcore_rlhf.core.catalog import Box
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import CONVERTED, Passage, through
@@ -133,7 +134,8 @@ class AnyReader(StorageReader):
             if isinstance(part, Planned):
                 tensors.append((item, part))
             elif isinstance(part, Constant):
-                _hand_over(planner, item, _tensor(part.data, part.dtype, part.shape))
+                data = np.frombuffer(bytearray(part.data), np.uint8)
+                _hand_over(planner, item, torch_tensor(data, part.dtype, part.shape))
             elif item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(part.data))
         if tensors:
@@ -153,17 +155,10 @@ class AnyReader(StorageReader):
 
         def complete(number: str, data: Bytes) -> None:
             item, part = asked[int(number)]
-            _hand_over(planner, item, _tensor(data, part.dtype, tuple(item.lengths)))
+            _hand_over(planner, item, torch_tensor(data, part.dtype, tuple(item.lengths)))
 
         wanted = Wanted(self._whole, self._content.source, self._content.view, parts, boxes)
         read(wanted, Memory(complete=complete))
-
-
-def _tensor(data: bytes | Bytes, dtype: DType, shape: Shape) -> torch.Tensor:
-    if not prod(shape):
-        return torch.empty(shape, dtype=getattr(torch, dtype.name))
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else torch.from_numpy(data)
-    return raw.view(getattr(torch, dtype.name)).reshape(shape)
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, found: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Literal
 
-from mcore_rlhf.consolidate import memory_layout
+from mcore_rlhf.consolidate import memory_layout, torch_tensor
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
@@ -78,8 +78,8 @@ def iter_weights(
     """The weights of a checkpoint, a pair of name and tensor at a time; no optimizer state is read.
 
     Records are read whole, and checked by their checksums when the last of each has been read: what was taken is to be used once the
-    iteration has ended. Of parts for a tensor-parallel rank nothing but these is read, and so not checked. Three tensors are in
-    memory at most.
+    iteration has ended. Of a record out of which a tensor-parallel rank has a part of a tensor nothing else is read, and it is not
+    checked. Three tensors are in memory at most.
 
     Args:
         path: A root, a step, a role's folder or whatever else ``mcore-rlhf inspect`` takes; a URL of a store as well.
@@ -186,7 +186,8 @@ def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, int]:
     Raises:
         Unsupported: The model's names are not known, or its heads cannot be dealt to so many ranks.
     """
-    relation, sizes, *_ = related(repacked(seen, description(seen, write), packs_experts=False), write)
+    config = description(seen, write)
+    relation, sizes, *_ = related(repacked(seen, config, packs_experts=False), config, write)
     problems, dims = Problems(), dict[str, int]()
     for heads, what in ((sizes.groups, "key and value heads"), (sizes.delta_keys, "key heads of linear attention")):
         if heads % tp_size:
@@ -213,8 +214,6 @@ def _dim(link: Link, dim: int) -> int:
 
 def _streamed(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
     """Read on a thread, a tensor ahead of who takes them."""
-    import torch
-
     stream, failed = _Stream(), list[BaseException]()
 
     def run() -> None:
@@ -231,7 +230,7 @@ def _streamed(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
         for name, data in stream:
             part, box = wanted.parts[int(name)], wanted.boxes[int(name)]
             shape = part.shape if box is None else box.shape
-            tensor = torch.from_numpy(data).view(getattr(torch, part.dtype.name)).reshape(shape)
+            tensor = torch_tensor(data, part.dtype, shape)
             yield from ((alias, tensor) for alias in part.names)
     finally:
         stream.closed.set()
@@ -270,7 +269,9 @@ class _Stream:
 
 
 def read(wanted: Wanted, memory: Memory) -> None:
-    """Plan every tensor, and read them in their order; of a record of which parts are wanted alone, nothing else is read.
+    """Plan every tensor, and read them in their order.
+
+    Of records out of which a part of a tensor is wanted nothing else is read; all others that are needed are read whole, and checked.
 
     Args:
         wanted: What.
@@ -285,14 +286,14 @@ def read(wanted: Wanted, memory: Memory) -> None:
     )
     target = Target("weights", wanted.view, files, wanted.seen.notes)
     job, problems = Job(wanted.whole, target, seen=None if wanted.seen is wanted.whole else wanted.seen), Problems()
-    used: dict[tuple[str, str], int] = {}
-    for file in files:
-        for record in job.plan(file, problems)[1].read:
-            used[record.file, record.key] = 0
+    whole, in_parts = set[tuple[str, str]](), set[tuple[str, str]]()
+    for file, box in zip(files, wanted.boxes, strict=True):
+        found = {(record.file, record.key) for record in job.plan(file, problems)[1].read}
+        (whole if box is None else in_parts).update(found)
     problems.raise_if_any()
-    in_parts = any(box is not None for box in wanted.boxes)
+    checked = whole - in_parts
     stored = tuple(
-        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used and not in_parts), whole=None)
+        replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in checked), whole=None)
         for file in wanted.whole.files
     )
     job.source = replace(wanted.whole, catalog=Chunks.of(()), files=stored)

@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "convert": _BELOW | {"formats", "verify", "execution"},
     "consolidate": _OFFLINE,
     "weights": _OFFLINE | {"consolidate"},
-    "dcp": _OFFLINE | {"weights"},
+    "dcp": _OFFLINE | {"consolidate", "weights"},
     "engines": _OFFLINE,
     "manager": _OFFLINE | {"engines"},
     "report": _OFFLINE | {"manager"},

@@ -66,8 +66,9 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     family = ModuleState.needed(source, MegatronState.names)
     _check(source, family)
     origin = FormerFamily.of(source)
-    source = repacked(source, description(source, options), packs_experts=False)
-    relation, sizes, counted, copies, config = related(source, options)
+    config = description(source, options)
+    source = repacked(source, config, packs_experts=False)
+    relation, sizes, counted, copies = related(source, config, options)
     shapes = relation.huggingface
     by = {name: number for name, _, number in relation.shifts}
     if by:
@@ -169,28 +170,30 @@ class Related(NamedTuple):
         sizes: As the tensors have them.
         counted: As the config has them.
         copies: Tensors that release files have twice.
-        config: The model's description.
     """
 
     relation: Relation
     sizes: Sizes
     counted: Sizes
     copies: list[str]
-    config: dict[str, object]
 
 
-def related(source: Source, options: WriteOptions) -> Related:
-    """Relate the tensors of a source under Hugging Face's names, whose experts are modules of their own, to Megatron's.
+def related(source: Source, config: Mapping[str, object], options: WriteOptions) -> Related:
+    """Relate the tensors of a source under Hugging Face's names to Megatron's.
+
+    Args:
+        source: It, with experts that are modules of their own.
+        config: The model's description.
+        options: What the user asked for.
 
     Raises:
         CheckpointError: See :func:`to_megatron`.
     """
-    config = description(source, options)
     among, counted = architecture_of(config), sizes_of_config(config)
     shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
     spelling = FormerFamily.of(source).spelling(_implementation(among, options))
     buffers = frozenset(ModuleState.needed(source, MegatronState.names).buffers)
-    return Related(from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies, config)
+    return Related(from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies)
 
 
 def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes, list[str]]:

@@ -131,6 +131,20 @@ def test_a_flipped_bit_is_found_by_the_end(tmp_path: Path) -> None:
         list(iter_weights(root))
 
 
+def test_what_a_rank_reads_whole_is_checked_beside_parts(tmp_path: Path) -> None:
+    """Records of norms, which are cut nowhere, in a checkpoint that has a record for each tensor."""
+    root, norm = tmp_path / "hf", "model.layers.0.input_layernorm.weight"
+    exported(MEGATRON, root)
+    (file,) = root.glob("*.safetensors")
+    convert(root, tmp_path / "megatron", ConvertOptions(to="megatron", fsync=False))
+    path = next((tmp_path / "megatron").rglob("model_optim_rng.pt"))
+    data, wanted = bytearray(path.read_bytes()), load_file(file)[norm].view(torch.uint8).numpy().tobytes()
+    data[data.index(wanted)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="model_optim_rng"):
+        list(iter_weights(tmp_path / "megatron", tp_rank=1, tp_size=2))
+
+
 def test_who_stops_early_leaves_nothing_behind() -> None:
     weights = iter_weights(MEGATRON)
     next(weights)
