@@ -15,8 +15,6 @@ Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +24,7 @@ from mcore_rlhf.errors import Problems, Unsupported
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 
-from .seam import Seam
+from .seam import Seam, temporarily
 
 SEAM = Seam(
     "megatron-bridge",
@@ -96,10 +94,10 @@ class CommittedCheckpointManager:
         step = ctx.state.train_state.step
 
         def write(staging: Path) -> None:
-            with _temporarily(ctx.state.cfg.checkpoint, {"save": str(staging), "most_recent_k": -1}):
+            with temporarily(ctx.state.cfg.checkpoint, {"save": str(staging), "most_recent_k": -1}):
                 self._own.save(ctx, callback_manager)
 
-        self._steps.save(step, write, within=f"iter_{step:07d}", trackers=TRACKERS)
+        self._steps.save(step, write, within=True, trackers=TRACKERS)
         return None
 
     def load(self, ctx: Any) -> tuple[int, int]:
@@ -143,18 +141,6 @@ def _refuse_loader(ctx: Any) -> None:
             "dataset.dataloader_save: is not given, and Megatron-Bridge would look for the data loader's state beside the steps\n"
             "Give it a folder: it is saved there by itself, and is no part of the commit."
         )
-
-
-@contextmanager
-def _temporarily(config: Any, values: Mapping[str, object]) -> Iterator[None]:
-    before = {name: getattr(config, name) for name in values}
-    for name, value in values.items():
-        setattr(config, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 __all__ = ["CommittedCheckpointManager", "use"]

@@ -20,8 +20,7 @@ Source: Megatron-LM core_v0.16.1 and megatron-core 0.19.2, ``megatron/training/c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -36,6 +35,7 @@ from mcore_rlhf.manager.run.snapshot import Data
 
 from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported
 from .megatron_session import Session, SessionChoices
+from .seam import temporarily
 
 _MODULES = ("checkpointing", "async_utils", "training")
 _EXPLICIT = ("pipeline_rank", "expert_rank", "tensor_rank", "pipeline_parallel", "expert_parallel")
@@ -172,7 +172,7 @@ class DropIn:
             call, script = _bound(original, args, named), self.session.training.get_args()
             source = agreed_source(script, call.get("load_arg", "load"))
             if source.kind == "megatron":  # it describes the live model by the format that it is told
-                with _temporarily(script, {"ckpt_format": source.format, "use_dist_ckpt": True}):
+                with temporarily(script, {"ckpt_format": source.format, "use_dist_ckpt": True}):
                     return original(*args, **named)
             if call.get("skip_load_to_model_and_opt"):
                 return original(*args, **named)
@@ -197,7 +197,7 @@ class DropIn:
             if source.kind not in ("root", "step"):
                 return original(args, load_arg, *rest, **named)
             folder = str(source.model_folder(self.session.choices.role))
-            with _temporarily(args, {load_arg: folder, "ckpt_step": None}):
+            with temporarily(args, {load_arg: folder, "ckpt_step": None}):
                 return original(args, load_arg, *rest, **named)
 
         return load_args_from_checkpoint
@@ -245,18 +245,6 @@ def _bound(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str,
     bound = signature(function).bind(*args, **named)
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-@contextmanager
-def _temporarily(args: Any, values: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(args, name, None) for name in values}
-    for name, value in values.items():
-        setattr(args, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(args, name, value)
 
 
 __all__ = ["install", "uninstall"]

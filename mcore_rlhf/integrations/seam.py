@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
+from typing import Any
 
 from mcore_rlhf.errors import Problems, Unsupported, log_of
 
@@ -68,6 +70,24 @@ def _difference(found: Callable[..., object], expected: tuple[str, ...]) -> str:
     more = [one for one in parameters if one.name not in expected]
     fits = all(one.default is not Parameter.empty or one.kind in _REST for one in more)
     return "" if names[: len(expected)] == expected and fits else f"({', '.join(names)})"
+
+
+@contextmanager
+def temporarily(settings: Any, values: Mapping[str, object]) -> Iterator[None]:
+    """Have a trainer's settings be others for a while.
+
+    Args:
+        settings: Any object; a setting that it has not is None again afterwards.
+        values: By name.
+    """
+    before = {name: getattr(settings, name, None) for name in values}
+    for name, value in values.items():
+        setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(settings, name, value)
 
 
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

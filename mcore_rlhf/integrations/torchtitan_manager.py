@@ -107,7 +107,8 @@ class CommittedCheckpointManager(CheckpointManager):
         if self._steps is None or folder not in ("", self.folder):
             return super()._find_load_step(folder)
         found = self._steps.resume("auto")
-        return -1 if found is None else int(found.name.removeprefix("step-"))
+        number = None if found is None else self._steps.root.trainer.step_of(found.name)
+        return -1 if number is None else number
 
     def _close(self) -> None:
         super()._close()

@@ -97,7 +97,7 @@ class Committing(_Trainer):
         if self._steps is None:  # not from train()
             return super()._save_checkpoint(model, trial)
         step, self._to_push = self.state.global_step, ""
-        name = f"checkpoint-{step}"
+        name = self._steps.root.folder_of(step).name
 
         def write(staging: Path) -> None:
             self._aside = staging
@@ -110,7 +110,7 @@ class Committing(_Trainer):
 
         best = self.state.best_global_step
         path = self._steps.save(
-            step, write, within=name, metrics=self._measured(), protect=() if best is None else (best,)
+            step, write, within=True, metrics=self._measured(), protect=() if best is None else (best,)
         )
         if path is None and self.state.best_global_step == step:
             self.state.best_model_checkpoint = None  # it was not saved

@@ -9,7 +9,6 @@ Source: TRL 1.16.0, ``trainer/grpo_trainer.py`` (``_step``, ``_buffered_inputs``
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,19 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.storage import reading
+from mcore_rlhf.engines.stateful import torch_values
+from mcore_rlhf.errors import CheckpointError, Incomplete
 from mcore_rlhf.storage.beneath import make_folder, write_new
+from mcore_rlhf.storage.pt import read_pt
 
 from .run.options import Reporter
-from .run.snapshot import dumps, loads
+from .run.snapshot import dumps
 
 HELD = ("_step", "_buffered_inputs")
 
 
-def _file(folder: Path, rank: int) -> Path:
-    return folder / "mcore_rlhf" / f"rollouts_{rank}.pt"
+def _file(rank: int) -> str:
+    return f"mcore_rlhf/rollouts_{rank}.pt"
 
 
 def save(trainer: Any, folder: Path, rank: int) -> None:
@@ -41,7 +41,7 @@ def save(trainer: Any, folder: Path, rank: int) -> None:
     """
     held = {name: getattr(trainer, name) for name in HELD if hasattr(trainer, name)}
     if len(held) == len(HELD):
-        path = _file(folder, rank)
+        path = folder / _file(rank)
         make_folder(path.parent)
         write_new(path, dumps({**held, "world_size": trainer.args.world_size}))
 
@@ -60,7 +60,7 @@ def restore(trainer: Any, folder: Path, rank: int, reporter: Reporter) -> None:
     """
     if not all(hasattr(trainer, name) for name in HELD):
         return
-    path = _file(folder, rank)
+    path = folder / _file(rank)
     if not path.is_file():
         reporter.say(
             "skip",
@@ -69,10 +69,11 @@ def restore(trainer: Any, folder: Path, rank: int, reporter: Reporter) -> None:
         )
         return
     try:
-        held = loads(reading.read_bytes(path, path.stat().st_size))
+        pt = read_pt(folder, _file(rank))
+        held = torch_values(pt.materialize(pt.tree))
         if not isinstance(held, dict) or not {*HELD, "world_size"} <= held.keys():
-            raise RuntimeError(f"expected {', '.join(HELD)} and world_size")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise Incomplete(f"expected {', '.join(HELD)} and world_size")
+    except CheckpointError as error:
         raise Incomplete(
             f"{path}: cannot be read: {error}\nWithout this file, the samples are generated anew."
         ) from error

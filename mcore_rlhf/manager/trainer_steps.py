@@ -29,7 +29,7 @@ from mcore_rlhf.trainers.table import Trainer
 
 from .run.candidates import Resume
 from .run.events import EVENTS_NAME, EventLog
-from .run.options import LOG, Hook, Reporter
+from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
 from .run.root import RootLock, open_root
 from .run.world import World
@@ -48,8 +48,8 @@ class StepOptions:
 
     Args:
         keep: What is kept of committed steps; None for everything, or for what the trainer's own setting says where it has one.
-        on_error: What a save that fails is: an error of the training (``raise``), or something that is said (``continue``). Either way
-            nothing is published, and older steps are untouched.
+        on_error: What a save that fails is: an error of the training (``raise``), or something that is said (``continue``); a mistake in
+            the calls is raised in any case. Either way nothing is published, and older steps are untouched.
         on_existing: What happens among committed steps that this run has neither loaded nor written: see
             :class:`~.run.options.ManagerOptions`.
         fsync: Whether a step is on the disk before it appears.
@@ -73,14 +73,7 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        for name, allowed in _CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
-        if not self.timeout > 0:
-            problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
-        keep: object = self.keep
-        if keep is not None and not isinstance(keep, Retention):
-            problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+        check_values(self, _CHOICES, problems)
         problems.raise_if_any()
 
 
@@ -186,7 +179,7 @@ class TrainerSteps:
         step: int,
         write: Write,
         *,
-        within: str = "",
+        within: bool = False,
         metrics: Mapping[str, float] | None = None,
         protect: Collection[int] = (),
         trackers: Collection[str] = (),
@@ -196,7 +189,7 @@ class TrainerSteps:
         Args:
             step: Its number.
             write: Called on every rank with a hidden folder; whatever lies there when all have returned is the step.
-            within: A folder in it that the trainer makes by itself, whose content is the step.
+            within: Whether the trainer makes a folder of the step's name there by itself, whose content is the step.
             metrics: Numbers to keep with it, for retention of the best.
             protect: Steps that stay, whatever the rules say.
             trackers: Files beside the step by which the trainer finds it: they are kept in it, and laid into the root after the commit.
@@ -209,10 +202,11 @@ class TrainerSteps:
         """
         try:
             self._open()
-            path = self._saved(step, write, (within, trackers), metrics or {})
+            name = self.root.folder_of(step).name if within else ""
+            path = self._saved(step, write, (name, trackers), metrics or {})
         except Exception as error:  # whatever a trainer's own code raises
             self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
-            if self.options.on_error == "raise":
+            if self.options.on_error == "raise" or isinstance(error, UsageError):  # a mistake is never gone on with
                 raise
             return None
         remember(path)
@@ -326,7 +320,6 @@ class TrainerSteps:
             files,
             step=step,
             parts=parts,
-            lossless=True,
             provenance=provenance(**more, trainer=trainer.name, ranks=self.world.size),
             report={"metrics": dict(metrics)},
         )

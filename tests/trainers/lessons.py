@@ -42,6 +42,23 @@ class Running(Protocol):
         """Go on from what lies there."""
 
 
+class Learner:
+    """A trainer whose updates are torch's own, of a model, an optimizer and a schedule."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+
+    def step(self, number: int) -> Step:
+        """See :meth:`Running.step`."""
+        loss = loss_of(self.model, number)
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return seen_of(loss, self.schedule.get_last_lr())
+
+
 def model_of(orders: dict[str, Any]) -> torch.nn.Module:
     """The model with weights from a seed."""
     import transformers

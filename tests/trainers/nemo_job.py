@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainers.lessons import BETAS, DECAY, LEAST, RATE, WARM, WHOLE, Step, begin, loss_of, model_of, seen_of
+from tests.trainers.lessons import BETAS, DECAY, LEAST, RATE, WARM, WHOLE, Learner, begin, model_of
 
 
 def _rate(step: int) -> float:
@@ -22,7 +22,7 @@ def _rate(step: int) -> float:
     return LEAST + (1 - LEAST) * 0.5 * (1 + math.cos(math.pi * along))
 
 
-class Run:
+class Run(Learner):
     """A policy as NeMo-RL's DTensor worker has it (``nemo_rl/models/policy/workers/dtensor_policy_worker.py``)."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -40,14 +40,6 @@ class Run:
         self.model = made
         self.optimizer = torch.optim.AdamW(made.parameters(), lr=RATE, betas=BETAS, weight_decay=DECAY)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _rate)
-
-    def step(self, number: int) -> Step:
-        loss = loss_of(self.model, number)
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        return seen_of(loss, self.schedule.get_last_lr())
 
     def save(self, path: str, at: int) -> None:
         manager, made = self._manager(path), [""]

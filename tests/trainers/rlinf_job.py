@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainers.lessons import BETAS, DECAY, LEAST, RATE, WARM, WHOLE, Step, begin, loss_of, model_of, seen_of
+from tests.trainers.lessons import BETAS, DECAY, LEAST, RATE, WARM, WHOLE, Learner, begin, model_of
 
 
-class Run:
+class Run(Learner):
     """An actor under RLinf's strategy."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -50,14 +50,6 @@ class Run:
             "cosine", self.optimizer, num_warmup_steps=WARM, num_training_steps=WHOLE, num_cycles=0.5,
             min_lr_rate=LEAST,
         )  # fmt: skip
-
-    def step(self, number: int) -> Step:
-        loss = loss_of(self.model, number)
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        return seen_of(loss, self.schedule.get_last_lr())
 
     def save(self, path: str, at: int) -> None:
         self.strategy.save_checkpoint(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.import_utils import _LazyModule
 
-from tests.trainers.lessons import Step, begin, loss_of, model_of, seen_of
+from tests.trainers.lessons import Learner, begin, model_of
 
 _found = _LazyModule.__getattr__
 _LazyModule.__getattr__ = lambda self, name: _found(  # on the class: 0.7 makes the module anew
@@ -47,7 +47,7 @@ def wrapped(orders: dict[str, Any]) -> torch.nn.Module:
     return made
 
 
-class Run:
+class Run(Learner):
     """A run of verl's: model, optimizer, schedule, and the manager that keeps them."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
@@ -65,14 +65,6 @@ class Run:
         self.manager = FSDPCheckpointManager(
             self.model, self.optimizer, self.schedule, processing_class=None, checkpoint_config=config
         )
-
-    def step(self, number: int) -> Step:
-        loss = loss_of(self.model, number)
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        return seen_of(loss, self.schedule.get_last_lr())
 
     def save(self, path: str, at: int) -> None:
         self.manager.save_checkpoint(path, global_step=at)
