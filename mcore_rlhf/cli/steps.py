@@ -69,7 +69,8 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
     newer = newer_non_persistent(root, max((step.step for step in found), default=None))
     if newer:
         say(f"note: {newer}", err=json)
-    if isinstance(root, Path) and (failed := FailedSave.read(root)) is not None:
+    failed = FailedSave.read(root) if isinstance(root, Path) else None
+    if failed is not None and all(failed.step > step.step for step in found if step.resumable):
         say(f"note: {failed}", err=json)
     if not any(step.state == "committed" for step in found):
         raise click.exceptions.Exit(2 if any(step.state == "unreadable" for step in found) else 1)

@@ -241,10 +241,19 @@ def provenance(**more: Any) -> dict[str, Any]:
         "mcore_rlhf": __version__,
         "torch": _version("torch"),
         "python": platform.python_version(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "time": utc_time(),
         **({} if job is None else {"job": job}),
         **more,
     }
+
+
+def utc_time(seconds: float | None = None) -> str:
+    """A moment as it is written down everywhere: UTC, ISO 8601.
+
+    Args:
+        seconds: Since 1970; None for now.
+    """
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _version(package: str) -> str:

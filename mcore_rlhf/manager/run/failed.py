@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, headline
+from mcore_rlhf.storage.manifest import utc_time
 from mcore_rlhf.storage.notes import FolderNotes
 
 FAILED = "failed_save.json"
@@ -31,9 +31,8 @@ class FailedSave:
     @classmethod
     def note(cls, root: Path, step: int, error: BaseException) -> None:
         """Leave it in a root; a disk that takes nothing does not take this either."""
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         with suppress(CheckpointError):
-            FolderNotes(root).say(FAILED, cls(step, headline(str(error)), now))
+            FolderNotes(root).say(FAILED, cls(step, headline(str(error)), utc_time()))
 
     @classmethod
     def forget(cls, root: Path) -> None:

@@ -51,6 +51,8 @@ class SaveJob:
         make_room: What the coordinator does about a full disk.
         failed: Why the first attempt failed before this one could begin; None where it was opened.
         progress: How far it is.
+        delivered: Whether this rank has said all that the commit waits for, so that it may be made without a further word of its.
+        committed: Whether this rank has made it.
     """
 
     transaction: Transaction
@@ -61,12 +63,13 @@ class SaveJob:
     report: Mapping[str, object] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
     ours: Callable[[], None] = lambda: None
-    then: Callable[[], None] = lambda: None
+    then: Callable[[Progress], None] = lambda progress: None
     retries: int = 0
     begin: Callable[[Transaction], None] = lambda transaction: None
     make_room: Callable[[], None] = lambda: None
     failed: BaseException | None = None
     progress: Progress = field(default_factory=Progress)
+    delivered: bool = False
     committed: bool = False
     _started: float = field(default_factory=time.monotonic)
 
@@ -154,7 +157,9 @@ class SaveJob:
                 "%sThe step is committed; old steps may lie there for longer, and by-products be missing.", text
             )
             return Left(None)
-        error = StorageError(f"{text}The step is not committed; older ones are untouched. The next save starts afresh.")
+        unknown = "Whether the step is committed is not known here: mcore-rlhf steps says it. "
+        outcome = unknown if self.delivered else "The step is not committed; older ones are untouched. "
+        error = StorageError(f"{text}{outcome}The next save starts afresh.")
         self.reporter.say("failed", self.transaction.step, headline(str(error)))
         # What hangs may be the very folder that these go into.
         threading.Thread(target=self._tell_of, args=(error,), name="mcore_rlhf word", daemon=True).start()
@@ -184,7 +189,8 @@ class SaveJob:
         if self.world.commits:
             self._commit(writer)
         else:
-            self.progress.moved()  # one that was given up may have written what is there no more
+            self.progress.moved("the commit")  # one that was given up may have written what is there no more
+            self.delivered = True
             self.transaction.deliver(self._part(writer))
             self.transaction.await_commit()
 
@@ -223,7 +229,8 @@ class SaveJob:
             provenance=provenance(**more),
             report=report,
         )
-        self.progress.moved()
+        self.progress.moved("the commit")
+        self.delivered = True
         self.transaction.commit(manifest)
         if self.progress.given_up:  # it hung in the rename itself: the step is whole, and newer ones may be there
             return
@@ -263,7 +270,7 @@ class SaveJob:
             replace_text(self.transaction.root / TRACKER, str(self.transaction.step))
             FailedSave.forget(self.transaction.root)
             if not self.progress.given_up:  # a later save does it
-                self.then()
+                self.then(self.progress)
         except Exception as error:
             unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
             rank, step = self.world.rank, self.transaction.step

@@ -82,11 +82,17 @@ class Meeting:
 
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
-        return self.all_gather(value if self._rank == 0 else None)[0]  # type: ignore[return-value]
+        data = _bytes(value) if self._rank == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        self._live().broadcast(length, 0).wait()
+        data = data if self._rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        self._live().broadcast(data, 0).wait()
+        found: T = _value(data)
+        return found
 
     def all_gather(self, value: T) -> list[T]:
         """What every rank has, in the order of ranks."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = _bytes(value)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
         self._live().allgather([lengths], [torch.tensor([data.numel()])]).wait()
         longest = max(int(length) for length in lengths)
@@ -102,6 +108,10 @@ class Meeting:
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._live().allreduce([bits], options).wait()
         return [bool(bit) for bit in bits.tolist()]
+
+
+def _bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _value(data: torch.Tensor) -> Any:

@@ -41,6 +41,25 @@ _LEVELS: dict[Kind, int] = {
 """Deleting logs a line of its own, with the size, wherever it is done."""
 
 
+def check_values(options: object, choices: Mapping[str, Sequence[str]], problems: Problems) -> None:
+    """See that what options for saving have in common has values that it can have.
+
+    Args:
+        options: With ``timeout``, ``keep`` and what :attr:`choices` names.
+        choices: Of each option the words that it may be.
+        problems: Takes what is wrong.
+    """
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        if value not in allowed:
+            problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+    timeout, keep = (getattr(options, name) for name in ("timeout", "keep"))
+    if not timeout > 0:
+        problems.add(UsageError, f"timeout: expected a positive number of seconds, found {timeout!r}")
+    if keep is not None and not isinstance(keep, Retention):
+        problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Mirror:
     """A second place for committed steps, in an object store: they are sent there behind training.
@@ -161,21 +180,13 @@ class ManagerOptions:
         if isinstance(self.mirror, str):
             object.__setattr__(self, "mirror", Mirror(self.mirror))
         problems = Problems()
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
-        if not self.timeout > 0:
-            problems.add(UsageError, f"timeout: expected a positive number of seconds, found {self.timeout!r}")
+        check_values(self, _CHOICES, problems)
         if self.save_timeout is not None and not self.save_timeout > 0:
             problems.add(
                 UsageError, f"save_timeout: expected a positive number of seconds, found {self.save_timeout!r}"
             )
         if type(self.save_retries) is not int or self.save_retries < 0:
             problems.add(UsageError, f"save_retries: expected a whole number from 0 on, found {self.save_retries!r}")
-        keep: object = self.keep
-        if keep is not None and not isinstance(keep, Retention):
-            problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
         if not callable(getattr(self.save, "wants", None)):
             problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
         problems.raise_if_any()

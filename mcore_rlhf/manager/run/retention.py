@@ -194,8 +194,8 @@ def plan_deletions(
     if coming is None:
         return planned(visible, policy, protect, include_damaged=include_damaged)
     there = [step for step in visible if step.step < coming.step]
-    newest = {step.step for step in [step for step in there if step.resumable][-1:]}
-    return planned([*there, coming], policy, {*protect, *newest}, include_damaged=include_damaged)
+    resumable = [step.step for step in there if step.resumable]
+    return planned([*there, coming], policy, {*protect, *resumable[-1:]}, include_damaged=include_damaged)
 
 
 def planned(

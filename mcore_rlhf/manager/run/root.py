@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove, write_new
+from mcore_rlhf.storage.manifest import utc_time
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import patiently
 from mcore_rlhf.storage.transactions import new_transaction
@@ -151,9 +152,10 @@ def _letting_go(lock: RootLock) -> Callable[[], None]:
 
 
 def _about_me() -> bytes:
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     pid = os.getpid()
-    return json.dumps({"host": socket.gethostname(), "pid": pid, "since": now, "started": _started(pid)}).encode()
+    return json.dumps(
+        {"host": socket.gethostname(), "pid": pid, "since": utc_time(), "started": _started(pid)}
+    ).encode()
 
 
 def _started(pid: int) -> int | None:

@@ -112,12 +112,13 @@ class Saver:
             self.reporter,
             report=report,
             provenance=self.options.provenance,
+            ours=partial(self._note, step),
+            then=partial(self._after, step),
             retries=self.options.save_retries,
             begin=self._begin,
             make_room=partial(self._make_room, step, dict(metrics or {})),
             failed=failed,
         )
-        job.ours, job.then = partial(self._note, step), partial(self._after, step, job.progress)
         self.unsaved = None
         self._background.start(partial(self._run, job), None if self.options.save_timeout is None else self._overdue)
 

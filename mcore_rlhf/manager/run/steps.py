@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headline
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.manifest import Manifest, check, is_newer
+from mcore_rlhf.storage.manifest import Manifest, check, is_newer, utc_time
 from mcore_rlhf.storage.paths import ReadablePath, says_nothing, storage_error, walk
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settled
 from mcore_rlhf.storage.transactions import PAUSES
@@ -113,7 +113,7 @@ def quarantine(folder: ReadablePath, reason: str = "") -> None:
 
 def note(folder: ReadablePath, reason: str) -> None:
     """See :func:`quarantine`; of a step by whatever name."""
-    said = {"reason": reason.strip() or _NO_REASON, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    said = {"reason": reason.strip() or _NO_REASON, "time": utc_time()}
     write_text(folder / NOTE, json.dumps(said, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -485,13 +485,9 @@ def _may_be_role(name: str) -> bool:
 def changed(path: ReadablePath) -> str:
     """When a folder was changed last, UTC, ISO 8601; empty where that is not known."""
     try:
-        return _iso(path.stat().st_mtime) if isinstance(path, Path) else ""
+        return utc_time(path.stat().st_mtime) if isinstance(path, Path) else ""
     except OSError:
         return ""
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def _one_line(path: ReadablePath, error: Exception) -> str:

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run import job, steps
-from mcore_rlhf.manager.run.failed import FAILED
+from mcore_rlhf.manager.run.failed import FAILED, FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
 
@@ -155,3 +155,13 @@ def test_what_hangs_after_the_commit_is_said_once_and_left(
     said = [record.getMessage() for record in caplog.records if "made no progress" in record.getMessage()]
     assert len(said) == 1
     assert "what follows the commit of step 1" in said[0]
+
+
+def test_steps_says_nothing_of_a_step_that_is_there(tmp_path: Path) -> None:
+    """A rank that hung while others committed leaves its word late."""
+    with manager(tmp_path) as run:
+        run.save(2, blocking=True)
+    FailedSave.note(tmp_path, 2, StorageError("it hung"))
+    assert "was not saved" not in CliRunner().invoke(app, ["steps", str(tmp_path)]).output
+    FailedSave.note(tmp_path, 3, StorageError("it hung"))
+    assert "step 3 was not saved: it hung" in CliRunner().invoke(app, ["steps", str(tmp_path)]).output
