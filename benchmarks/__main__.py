@@ -16,7 +16,7 @@ from .objects import row_17
 from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16, row_22
 from .reshape import row_3, row_4, row_5, row_18
-from .saving import row_1, row_2, row_8, row_10, row_21
+from .saving import row_1, row_2, row_8, row_10, row_21, row_25, row_26
 from .scale import row_20
 from .table import RESULTS, Row, as_markdown, as_text
 from .universal import row_6
@@ -44,6 +44,8 @@ ROWS: dict[int, Measure] = {
     20: lambda folder, gigabytes, rounds: row_20(folder),
     21: row_21,
     22: row_22,
+    25: row_25,
+    26: row_26,
 }
 
 

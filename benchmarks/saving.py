@@ -1,4 +1,4 @@
-"""Rows 1, 2, 8, 10 and 21: saving and loading a live model through the manager, beside torch's own ways."""
+"""Rows 1, 2, 8, 10, 21, 25 and 26: saving and loading a live model through the manager, beside torch's own ways."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from mcore_rlhf.engines.plain import FILE, TorchEngine
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.options import ManagerOptions
 
-from .measure import MIB, Contest, flush, warm
+from .measure import MIB, Contest, Spread, flush, timed, warm
 from .table import Row
 
 _TENSORS = 16
@@ -38,9 +39,10 @@ class _Live:
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
     @contextmanager
-    def manager(self) -> Iterator[CheckpointManager]:
-        options = ManagerOptions(fsync=self.fsync, catch_signals=False)
-        with CheckpointManager(self.folder / "run", TorchEngine(self.module), options=options) as manager:
+    def manager(self, name: str = "run", **given: Any) -> Iterator[CheckpointManager]:
+        options = ManagerOptions(fsync=self.fsync, catch_signals=False, **given)
+        engine = TorchEngine(self.module, torch.optim.SGD(self.module.parameters()))
+        with CheckpointManager(self.folder / name, engine, options=options) as manager:
             yield manager
 
     def save(self, manager: CheckpointManager, *, blocking: bool) -> None:
@@ -49,7 +51,7 @@ class _Live:
 
     def forget(self) -> None:
         """Remove what was saved, so that every round begins alike."""
-        for path in (self.folder / "run").glob("global_step_*"):
+        for path in self.folder.glob("*/global_step_*"):
             shutil.rmtree(path)
         (self.folder / "theirs.pt").unlink(missing_ok=True)
 
@@ -155,6 +157,63 @@ def row_10(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
     theirs = _dcp_stall(live, rounds)
     ours = contest.spread("stall", "wall").median
     yield Row(10, "the same ÷ stall of torch's DCP async_save (thread)", ours / theirs, "×", 1 / 3, 1 / 6)
+    shutil.rmtree(live.folder)
+
+
+def row_25(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    """A copy behind the passes, on as many cores as these have."""
+    live = _live(folder, gigabytes, fsync=False)
+    params = [param.detach() for param in live.module.parameters()]
+    copies = [torch.zeros_like(param) for param in params]
+    some = torch.randn(1024, 1024)
+
+    def memcpy() -> None:
+        for copy, param in zip(copies, params, strict=True):
+            copy.copy_(param)
+
+    memcpy()
+    passes = max(1, round(8 * timed(memcpy).wall / timed(lambda: some @ some).wall))
+
+    def step(manager: CheckpointManager) -> float:
+        """Save, go through the passes, and come to the optimizer; for how long training was kept from it."""
+        saving = timed(lambda: live.save(manager, blocking=False)).wall
+        for _ in range(passes):
+            some @ some
+        return saving + timed(manager.before_step).wall
+
+    stalls: list[float] = []
+    with live.manager("now") as now, live.manager("later", lazy_snapshot=True) as later:
+        contest = Contest(
+            {"memcpy": memcpy, "now": lambda: step(now), "later": lambda: stalls.append(step(later))},
+            before=lambda: (now.wait(), later.wait(), live.forget()),
+        ).run(rounds)
+    stall = Spread([a / b.wall for a, b in zip(stalls[-rounds:], contest.samples["memcpy"], strict=True)])
+    what = f"exposed stall of a lazy save, fence included, ÷ memcpy, {gigabytes:g} GB"
+    yield Row(25, what, stall.median, "×", 0.1, 0.05, str(stall))
+    ratio = contest.ratio("later", "now", "wall")
+    what = "save, passes of eight times the memcpy, fence ÷ the same with the copy inside save: wall"
+    yield Row(25, what, ratio.median, "×", 1.1, 1, str(ratio))
+    shutil.rmtree(live.folder)
+
+
+def row_26(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    """A save through an eighth of the memory that it copies."""
+    live = _live(folder, gigabytes, fsync=True)
+    eighth = live.nbytes // 8
+    with live.manager("all") as unbounded, live.manager("waves", max_host_memory=eighth) as bounded:
+
+        def save(manager: CheckpointManager) -> None:
+            live.save(manager, blocking=False)
+            manager.wait()
+
+        contest = Contest({"all": lambda: save(unbounded), "waves": lambda: save(bounded)}, before=live.forget).run(
+            rounds
+        )
+        held = bounded._saver._staging.nbytes
+    ratio = contest.ratio("waves", "all", "wall")
+    what = f"save + fsync through an eighth of the memory ÷ with all of it, {gigabytes:g} GB: wall"
+    yield Row(26, what, ratio.median, "×", 1.5, 1.1, str(ratio))
+    yield Row(26, "host memory of the copy ÷ bytes that are saved", held / live.nbytes, "×", 1 / 8)
     shutil.rmtree(live.folder)
 
 

@@ -43,6 +43,7 @@ from .load import fill_places
 from .plain import FILE, TorchEngine
 from .save import Alive, Memory
 from .stateful import Stateful, Undo, no_bytes, refuse_unwritable
+from .until_step import UntilStep
 
 _BASE_PATH = "base_model_name_or_path"
 
@@ -116,6 +117,10 @@ class AdapterEngine:
         memory = Memory()
         weights, rest = self._weights(memory), self._rest.live(step)
         return LiveState(FORMAT.name, self.layout, (weights, *rest.files), texts, self._state_tensors(memory, rest))
+
+    def until_step(self) -> UntilStep | None:
+        """See :class:`~.until_step.Steps`."""
+        return self._rest.until_step()
 
     def _state_tensors(self, memory: Memory, rest: LiveState) -> tuple[StateTensor, ...]:
         """What is trained, the same on all ranks; the base is none of the step's."""

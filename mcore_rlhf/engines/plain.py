@@ -36,6 +36,7 @@ from .optimizers import (
 from .save import Alive, LiveTree, Memory, given_otherwise, makes_its_state, of_module, of_optimizer
 from .stateful import Stateful as Stateful
 from .stateful import Undo, copied, no_bytes, refuse_unsavable, refuse_unwritable, tensors_in
+from .until_step import UntilStep
 
 FILE = ONE_FILE
 
@@ -132,6 +133,10 @@ class TorchEngine:
         if self.optimizer is not None:
             parts["optimizer"] = self.optimizer.state_dict()
         return parts | {name: other.state_dict() for name, other in self.others.items()}
+
+    def until_step(self) -> UntilStep | None:
+        """See :class:`~.until_step.Steps`."""
+        return UntilStep.of([self.module] if self.module is not None else [], self.optimizer)
 
     def prepare_load(self, request: LoadRequest) -> PreparedLoad:
         """Open ``state.pt`` and compare it with what is live.

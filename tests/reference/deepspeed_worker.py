@@ -18,7 +18,8 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.engines.deepspeed import DeepSpeedEngine
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.run.manager import CheckpointManager
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from tests.helpers.latest import copied_at_the_latest
 from tests.reference.deepspeed_resident import begin
 
 VOCAB, LENGTH, BATCH, WIDTH, INNER = 61, 7, 4, 96, 256
@@ -151,10 +152,12 @@ def save_and_resume(case: dict[str, Any], root: Path) -> dict[str, Any]:
     engine = build(case, 1)
     train(engine, 0, 2)
     ours = DeepSpeedEngine(engine, client_state=lambda: CLIENT, save_latest=not lean, **options)
-    with CheckpointManager(root / "ours", {"actor": ours}) as manager:
+    lazy = ManagerOptions(lazy_snapshot=True)
+    with CheckpointManager(root / "ours", {"actor": ours}, options=lazy) as manager, copied_at_the_latest() as waited:
         manager.save(2)
         engine.save_checkpoint(str(root / "theirs"), client_state=CLIENT, **{"tag": tag, **options})
         seen["straight"] = train(engine, 2, 4)
+        assert len(waited) == 1, "the first update waited"
         manager.wait()
     role = root / "ours" / "global_step_2" / "actor"
     seen["files"] = compare_folders(role / tag, root / "theirs" / tag)

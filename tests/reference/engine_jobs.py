@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.engines.base import LoadRequest, apply
+from tests.helpers.latest import copied_at_the_latest
 from tests.reference.live_writing import write_live
 from tests.reference.observing import END, LOOK, Observation, Session, end, experts_per_rank, layer_numbers, look
 
@@ -135,6 +136,34 @@ def train_and_save(session: Session, root: str) -> Observation:
             look(trainer, seen)
     end(trainer, seen)
     return seen
+
+
+def save_lazily(session: Session, root: str) -> list[str]:
+    """Save at once, and behind training as late as may be, which a step follows; then once more.
+
+    Returns:
+        What is not as it should be: files of the first two that differ, files of the third that do not, copies that nobody waited for.
+    """
+    from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+
+    trainer, _ = new_trainer(session)
+    while trainer.iteration < LOOK:
+        trainer.train_step()
+    engine, options = engine_of(trainer), ManagerOptions(lazy_snapshot=True, catch_signals=False, timeout=60)
+    now, later, after = Path(root, "now"), Path(root, "later"), Path(root, "after")
+    with CheckpointManager(later, engine, options=options) as manager, copied_at_the_latest() as waited:
+        write_live(engine.live(LOOK), now)
+        manager.save(LOOK)
+        trainer.train_step()
+    write_live(engine.live(LOOK), after)
+    names = [path.relative_to(now) for path in now.rglob("*.pt")]
+    content = {
+        name: [(folder / name).read_bytes() for folder in (now, later / f"global_step_{LOOK}/actor", after)]
+        for name in names
+    }
+    wrong = [f"{name} differs" for name, (one, two, _) in content.items() if one != two]
+    wrong += [f"{name} did not change" for name, (one, _, three) in content.items() if one == three]
+    return [*wrong, *([] if names and len(waited) == 1 else [f"{len(names)} files, {len(waited)} waited"])]
 
 
 def save_with_engine(trainer: Trainer, root: Path) -> None:

@@ -69,6 +69,9 @@ class EngineLab:
     def save_at_once(self, root: Path, model: TinyGPT, parallel: Parallel, training: Training) -> list[Observation]:
         return self._run(engine_jobs.save_at_once, Session(model, parallel, training), str(root))
 
+    def save_lazily(self, model: TinyGPT, parallel: Parallel, training: Training) -> list[list[str]]:
+        return self._run(engine_jobs.save_lazily, Session(model, parallel, training), str(self.lab.new_root()))
+
     def start_from(self, root: Path, model: TinyGPT, parallel: Parallel, training: Training) -> list[Observation]:
         return self._run(engine_jobs.start_from, Session(model, parallel, training, load=str(root)))
 

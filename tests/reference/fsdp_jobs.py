@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mcore_rlhf import CheckpointManager, FsdpEngine, ManagerOptions, Resumed
 from mcore_rlhf.errors import CheckpointError
+from tests.helpers.latest import copied_at_the_latest
 from tests.reference.fsdp_models import Trainer, Wrapped, build
 
 Whole = dict[str, Any]
@@ -42,15 +43,18 @@ class Seen:
 
 
 def save_and_go_on(how: Wrapped, root: str, steps: int = 2) -> Seen:
-    """Train, save behind training, and go on."""
+    """Train, save behind training, copy as late as may be, and go on."""
     trainer = build(how, dist.get_rank())
     engine = _engine(trainer, others=lambda: {"note": {"answer": 42}, "rng": _rng()})
-    with CheckpointManager(root, {"actor": engine}, options=_OPTIONS) as manager:
+    options = replace(_OPTIONS, lazy_snapshot=True)
+    with CheckpointManager(root, {"actor": engine}, options=options) as manager, copied_at_the_latest() as waited:
         if steps:
             trainer.train(0, steps)
         whole, draws, state = whole_of(trainer), _draws(), torch.get_rng_state()
         manager.save(2)
         losses = trainer.train(steps, 2) if steps else []
+        manager.before_step()
+        assert bool(waited) == (trainer.optimizer is not None)
         manager.wait()
     return Seen(whole, losses, [], draws, {}, state)
 

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from tests.helpers.latest import copied_at_the_latest
 from tests.reference import engine_jobs, observing
 from tests.reference.engine_jobs import new_trainer
 from tests.reference.observing import END, LOOK, Observation, Session
@@ -399,10 +400,12 @@ def save(session: Session, root: str, kind: str) -> Seen:
     with listening(seen):
         engine = engine_of(trainer, kind)
     train_on(trainer, seen, LOOK)
-    with CheckpointManager(Path(root), {"actor": engine}, options=OPTIONS) as manager:
+    lazy = replace(OPTIONS, lazy_snapshot=True)
+    with CheckpointManager(Path(root), {"actor": engine}, options=lazy) as manager, copied_at_the_latest():
         manager.save(LOOK)
         seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
         train_on(trainer, seen, END)
+        manager.before_step()
     seen.states[END] = states_of(trainer)
     return seen
 

@@ -108,3 +108,19 @@ def test_a_trainer_that_never_stepped_can_be_saved(engine_lab: EngineLab) -> Non
         moments = [tensor for (state, _), tensor in second.states[0].items() if state.startswith("exp_avg")]
         assert moments
         assert not any(tensor.any() for tensor in moments)
+
+
+BIASED = replace(MOE, moe_router_enable_expert_bias=True)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param((BIASED, Parallel(ep=2, dp=2), ADAM), id="router_bias"),
+        pytest.param((GPT, Parallel(pp=2, vpp=2, dp=2), BUCKETS), id="buckets", marks=pytest.mark.slow),
+        pytest.param((replace(GPT, dtype="fp16"), Parallel(tp=2, dp=2), ADAM), id="fp16", marks=pytest.mark.slow),
+        pytest.param((replace(GPT, dtype="fp32"), Parallel(tp=2), PLAIN), id="plain", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_copied_behind_training_is_what_was_there(run: Run, engine_lab: EngineLab) -> None:
+    assert engine_lab.save_lazily(*run) == [[]] * run[1].world_size

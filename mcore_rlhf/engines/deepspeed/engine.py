@@ -25,6 +25,7 @@ from ..base import Engine, LiveFile, LiveState, LoadRequest
 from ..load import Load
 from ..optimizers import say_what_is_unknown
 from ..save import LiveTree, Memory
+from ..until_step import UntilStep
 from .load import DeepSpeedHooks, LiveOwner, Restored, load_from
 from .model import LiveOptimizer, live_optimizer, state_tensors, weights_of
 from .own_files import OwnRankFiles
@@ -130,6 +131,14 @@ class DeepSpeedEngine:
         weights, frozen = weights_of(self.engine, live), not self.exclude_frozen_parameters
         alive = state_tensors(self.engine, live, weights, Memory.of(files, trees), frozen=frozen)
         return LiveState(FORMAT.name, self.layout, tuple(files), texts, tuple(alive))
+
+    def until_step(self) -> UntilStep | None:
+        """See :class:`~..until_step.Steps`."""
+        live = live_optimizer(self.engine)
+        weights = [
+            (one.name, one.tensor) for one in weights_of(self.engine, live) if one.trained or one.sliced is not None
+        ]
+        return UntilStep.of([self.engine.module], live.inner if live is not None else None, weights)
 
     def prepare_load(self, request: LoadRequest) -> Load[LiveOwner]:
         """Open a native or universal checkpoint, check that it fits this rank, and plan the load.

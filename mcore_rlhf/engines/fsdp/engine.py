@@ -25,6 +25,7 @@ from ..base import LiveState, LoadRequest
 from ..load import Load
 from ..optimizers import say_what_is_unknown
 from ..stateful import Stateful
+from ..until_step import UntilStep
 from .files import KEYS, LiveTable, StatesByParam, Table, add_module, add_optimizer, live_state, states_of
 from .geometry import FlatParams, Meshes
 from .load import FsdpHooks, Matching, ShardedOptimizerLoad, extra_states_of, others_of, schedules_of
@@ -118,6 +119,11 @@ class FsdpEngine:
         table.table.digests = cast("list[str]", gathered)
         state = live_state(table, self.layout)
         return replace(state, state_tensors=tuple(state_tensors(state, *self._sharded(), dist.get_rank(), self.ranks)))
+
+    def until_step(self) -> UntilStep | None:
+        """See :class:`~..until_step.Steps`; what is gathered for a pass lies elsewhere than the parts that are saved."""
+        params = [one for one in self._sharded()[0].tensors if isinstance(one.whole, torch.nn.Parameter)]
+        return UntilStep.of([self.module], self.optimizer, ((one.name, one.local) for one in params))
 
     def _table(self, states: Sequence[StatesByParam]) -> LiveTable:
         """All that is saved, and this rank's memory of it.

@@ -26,6 +26,7 @@ from mcore_rlhf.storage.stored import NAMESPACES, Namespace, Stub
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
 from ..load import Load
 from ..save import Memory
+from ..until_step import UntilStep
 from .arguments import described
 from .by_size import BySize
 from .files import Counting, LiveFiles
@@ -116,6 +117,10 @@ class MegatronEngine:
             memory.put(tensor)
         alive = Counting(self.place, self.model, self.chain, self.optimizer, whole, memory).state_tensors()
         return LiveState(FORMAT.name, self.layout, tuple(found), texts, tuple(alive))
+
+    def until_step(self) -> UntilStep | None:
+        """See :class:`~..until_step.Steps`; parameters that are gathered late are, by now: see :meth:`.LiveModel.gather_parameters`."""
+        return UntilStep.of([chunk.module for chunk in self.model.chunks], self.optimizer)
 
     def prepare_load(self, request: LoadRequest) -> Load[LocalPart]:
         """Open a checkpoint of any format that is known, check that it fits this rank, and plan the load.

@@ -43,6 +43,8 @@ def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
         "on_error": section.on_error,
         "save_retries": section.save_retries,
         "save_timeout": section.save_timeout,
+        "lazy_snapshot": section.lazy_snapshot,
+        "max_host_memory": section.max_host_memory,
         "on_existing": section.on_existing,
         "fsync": section.fsync,
         "rng": section.rng,

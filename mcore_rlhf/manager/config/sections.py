@@ -166,6 +166,8 @@ class CheckpointSection(Section):
     on_error: Literal["raise", "continue"] = "raise"
     save_retries: Annotated[int, Field(ge=0)] = 0
     save_timeout: Annotated[Seconds, Field(gt=0)] | None = None
+    lazy_snapshot: bool = False
+    max_host_memory: Size | None = None
     on_existing: Literal["refuse", "continue"] = "refuse"
     must_exist: bool = False
     rng: Literal["derive", "refuse", "ignore"] = "derive"

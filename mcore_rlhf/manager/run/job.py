@@ -82,6 +82,17 @@ class SaveJob:
         Raises:
             CheckpointError: It was not committed; older steps are untouched.
         """
+        try:
+            self._attempts()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Training need not wait for a copy that nobody will write."""
+        if self.snapshot.stream is not None:
+            self.snapshot.stream.cancel()
+
+    def _attempts(self) -> None:
         first, error, attempt = self.transaction, self.failed, 0
         while True:
             if error is not None:
@@ -148,6 +159,7 @@ class SaveJob:
     def give_up(self) -> Left:
         """Leave it to itself, as it stands still; called from another thread."""
         self.progress.given_up = True
+        self._let_go()
         what = "what follows the commit" if self.committed else "the save"
         still, step, root = f"{self.progress.still_s:.3g} s", self.transaction.step, self.transaction.root
         text = f"{root}: {what} of step {step} has made no progress for {still} on {self.world.name}: {self.progress}\n"
@@ -184,6 +196,8 @@ class SaveJob:
         self.progress.moved("what ranks say to each other")
         self._post_values()
         writer.write(self.snapshot.files)
+        if self.snapshot.stream is not None:
+            self.snapshot.stream.finish()
         for name, text in self.snapshot.texts.items():
             writer.save_text(name, text)
         if self.world.commits:

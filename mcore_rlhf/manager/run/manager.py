@@ -106,6 +106,7 @@ class CheckpointManager:
 
     def _take_root(self, hosts: Sequence[str]) -> None:
         first = {host: hosts.index(host) for host in hosts}  # of every host its first rank
+        self._saver.share_memory(hosts.count(self.world.host))
         if self.world.commits:
             self._lock = RootLock(self.root)
             self._saver.hold = self._lock.hold
@@ -250,6 +251,17 @@ class CheckpointManager:
         self._check_open()
         sending = self._saver.mirror or self._helper
         return [] if sending is None else sending.wait(seconds)
+
+    def before_step(self) -> None:
+        """Wait until everything that a save copies behind training is in host memory, so that it may change. Not collective.
+
+        With :attr:`ManagerOptions.lazy_snapshot` the roles' optimizers call it before they step. Call it before anything else changes
+        weights after a save: an average of weights, a reference that is brought up to date, an offload that gives memory back.
+
+        Raises:
+            StorageError: The copy stands still: the file system may hang. Not where the options say ``on_error="continue"``.
+        """
+        self._saver.before_step()
 
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others."""

@@ -132,6 +132,12 @@ class ManagerOptions:
         save_retries: How often a save that failed is tried again behind training, after 1 s, 2 s, 4 s and so on; the same on all ranks.
         save_timeout: Seconds for which a save may make no progress on a rank. After that it is left to itself, and the next one starts
             afresh. None for no limit. It should be longer than the file system takes to sync one file.
+        lazy_snapshot: Whether what no forward or backward pass changes (parameters, optimizer states) is copied behind these passes, and
+            waited for before the optimizer's next step, which the roles' engines see to; buffers, random states and all others are copied
+            inside ``save`` as before. Whatever else changes weights calls :meth:`~.manager.CheckpointManager.before_step` first; a
+            write that torch can see is noticed, and that save fails.
+        max_host_memory: Bytes of host memory that the copies of all ranks of a host may take together. What does not fit is copied in
+            waves, each written before its memory is used again, and training waits for the last wave; None for no limit.
         on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
             written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.
@@ -160,6 +166,8 @@ class ManagerOptions:
     on_error: Literal["raise", "continue"] = "raise"
     save_retries: int = 0
     save_timeout: float | None = None
+    lazy_snapshot: bool = False
+    max_host_memory: int | None = None
     on_existing: Literal["refuse", "continue"] = "refuse"
     fsync: bool = True
     rng: RngPolicy = "derive"
@@ -187,6 +195,13 @@ class ManagerOptions:
             )
         if type(self.save_retries) is not int or self.save_retries < 0:
             problems.add(UsageError, f"save_retries: expected a whole number from 0 on, found {self.save_retries!r}")
+        if self.max_host_memory is not None:
+            if type(self.max_host_memory) is not int or self.max_host_memory < 1:
+                text = f"max_host_memory: expected a number of bytes, found {self.max_host_memory!r}"
+                problems.add(UsageError, text)
+            if self.save_retries:
+                text = "save_retries: a copy that is made in waves (max_host_memory) is written once, and cannot be tried again; choose one"
+                problems.add(UsageError, text)
         if not callable(getattr(self.save, "wants", None)):
             problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
         problems.raise_if_any()

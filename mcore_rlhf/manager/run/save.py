@@ -18,13 +18,15 @@ from . import retention, steps
 from .background import Background, Left
 from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
+from .fence import Fence
 from .job import SaveJob, word_of
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
 from .progress import Progress
 from .retention import Retention, leave_behind, move_aside, refuse_others, remember
-from .snapshot import Components, HostStaging, Snapshot, accounted, aside, described
+from .snapshot import Components, Snapshot, accounted, described, staged
+from .staging import HostStaging
 from .steps import Step
 from .world import World, raisable
 
@@ -65,10 +67,12 @@ class Saver:
     _job: SaveJob | None = None
     _last: int = -1
     _staging: HostStaging = field(default_factory=HostStaging)
+    _fence: Fence = field(init=False)
     _background: Background = field(init=False)
     _asking: Background = field(init=False)
 
     def __post_init__(self) -> None:
+        self._fence = Fence(self.world, self.options, self.reporter)
         self._asking = Background(f"an answer from {self.root}")
         self._background = Background(f"the save into {self.root}")
 
@@ -100,10 +104,8 @@ class Saver:
         except BaseException as error:
             opened.abort(word_of(self.world, error))
             raise
-        now = time.monotonic()
-        stall, copying = now - started, now - copied_at
-        self.reporter.say("save", step, stall_s=stall, copy_s=copying, bytes=snapshot.nbytes, world=self.world.size)
-        report = {"metrics": dict(metrics or {}), "stall_seconds": stall, "step_seconds": self.clock.step_seconds}
+        now, report = time.monotonic(), dict[str, object]()
+        report.update(metrics=dict(metrics or {}), stall_seconds=now - started, step_seconds=self.clock.step_seconds)
         self._job = job = SaveJob(
             opened,
             self.world,
@@ -119,8 +121,20 @@ class Saver:
             make_room=partial(self._make_room, step, dict(metrics or {})),
             failed=failed,
         )
-        self.unsaved = None
+        self.unsaved, lazy, nbytes = None, bool(snapshot.still), snapshot.nbytes
         self._background.start(partial(self._run, job), None if self.options.save_timeout is None else self._overdue)
+        if snapshot.stream is not None and not snapshot.stream.ended:
+            self._fence.begin(snapshot.stream, step, report)
+            if not lazy:
+                self._fence.wait()
+        now = time.monotonic()
+        self.reporter.say(
+            "save", step, stall_s=now - started, copy_s=now - copied_at, bytes=nbytes, world=self.world.size
+        )
+
+    def before_step(self) -> None:
+        """See :meth:`~.manager.CheckpointManager.before_step`."""
+        self._fence.wait()
 
     def wait(self) -> None:
         """Wait for the last save; its error is raised on all ranks, unless training is to go on without that step."""
@@ -237,6 +251,11 @@ class Saver:
         if error is not None:
             self.reporter.say("failed", None, f"while another error was on its way: {error}")
 
+    def share_memory(self, ranks: int) -> None:
+        """So many ranks share this host's memory: what is the limit is each one's part of it."""
+        if self.options.max_host_memory is not None:
+            self._staging.limit = self.options.max_host_memory // ranks
+
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs."""
         self._staging.reserve(described(self.parts, self.world, 0).files)
@@ -245,6 +264,7 @@ class Saver:
         """Give the memory back; what is not in the mirror is the next start's."""
         self._background.close()
         self._asking.close()
+        self._fence.close()
         if self.mirror is not None:
             self.mirror.close()
         self._staging.free()
@@ -336,7 +356,13 @@ class Saver:
         if is_open:
             self._in_time(partial(self._see, opened))
         snapshot = described(self.parts, self.world, opened.step)
-        return snapshot if blocking else aside(snapshot, self._staging)
+        if not blocking:
+            snapshot.still = self._fence.of(self.parts.roles) if self.options.lazy_snapshot else {}
+            stream = staged(snapshot, self._staging)
+            if not (snapshot.still or stream.wraps):
+                stream.run()
+                stream.finish()
+        return snapshot
 
     def _run(self, job: SaveJob) -> None:
         started = time.monotonic()

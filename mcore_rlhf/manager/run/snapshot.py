@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -17,13 +17,15 @@ from mcore_rlhf.engines.base import Engine, HasRng, LiveFile, LiveState, Segment
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.save import LiveTree, RankAccount, account_of, as_json, compare, details, explain
 from mcore_rlhf.engines.stateful import Stateful
-from mcore_rlhf.errors import Problems, UsageError
+from mcore_rlhf.engines.until_step import UntilStep, is_at
+from mcore_rlhf.errors import CheckpointError, Problems, StorageError, UsageError
 from mcore_rlhf.storage.pt import Pt
 
 from ..rlhf.carried import Carried
 from ..rlhf.sampler import PromptSampler
 from ..rlhf.state import RlhfState
 from .rng import RngState, captured
+from .staging import HostStaging, StepFile, Stream
 from .steps import RESERVED
 from .world import World
 
@@ -37,8 +39,6 @@ DATA_FILE = "data/data.pt"
 STATE_FILE = "rlhf/rlhf_state.json"
 
 _STATE_FOLDER = "rlhf"
-
-_ALIGNMENT = 64
 
 
 @runtime_checkable
@@ -120,7 +120,8 @@ class Snapshot:
     """One rank's share of a step.
 
     Args:
-        files: Files that this rank contributes to; their bytes are in host memory, or live where nothing runs meanwhile.
+        files: Files that this rank contributes to, in the order in which it writes them: first those that it lays out. Their bytes are in
+            host memory or on their way there, or live where nothing runs meanwhile.
         texts: Small files that this rank writes, by path relative to the step's folder.
         roles: Models that this rank speaks for in the manifest.
         rng: This rank's RNG states.
@@ -129,6 +130,8 @@ class Snapshot:
         held: By role, the state tensors that this rank holds.
         accounts: The same, counted.
         live: By role, what the step holds of them, for the manifest; see :func:`accounted`.
+        still: By role, what nothing changes before its optimizer's next step; empty where all is copied at once.
+        stream: Brings the bytes into host memory; None where they are written from where they are.
     """
 
     files: list[StepFile]
@@ -140,11 +143,13 @@ class Snapshot:
     held: dict[str, Sequence[StateTensor]] = field(default_factory=dict)
     accounts: dict[str, RankAccount] = field(default_factory=dict)
     live: dict[str, object] = field(default_factory=dict)
+    still: dict[str, UntilStep] = field(default_factory=dict)
+    stream: Stream | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that this rank contributes."""
-        return sum(segment.nbytes for file in self.files for segment in file.live.segments)
+        return sum(share.nbytes for file in self.files for share in file.shares)
 
 
 def described(parts: Components, world: World, step: int) -> Snapshot:
@@ -163,6 +168,7 @@ def described(parts: Components, world: World, step: int) -> Snapshot:
     problems.raise_if_any()
     if world.commits and parts.state is not None:
         _add_state(snapshot, parts.state, world.rank)
+    snapshot.files.sort(key=lambda file: file.live.writers[0] != world.rank)
     _add_data(snapshot, parts, world)
     return snapshot
 
@@ -182,10 +188,33 @@ def accounted(snapshot: Snapshot, world: World) -> None:
     problems.raise_if_any()
 
 
-def aside(snapshot: Snapshot, staging: HostStaging) -> Snapshot:
-    """The same with the bytes of all tensors copied into host memory: training may go on."""
-    snapshot.files = staging.snapshot(snapshot.files)
-    return snapshot
+def staged(snapshot: Snapshot, staging: HostStaging) -> Stream:
+    """Prepare to copy the bytes of all tensors into host memory; those that somebody may change meanwhile are copied now.
+
+    Returns:
+        What copies the rest: training may go on when it has, and where the roles' optimizers wait for it before they step, even now.
+    """
+    places = {role: until.places() for role, until in snapshot.still.items()}
+    since = {role: until.versions() for role, until in snapshot.still.items()}
+
+    def waits(folder: str, segment: Segment) -> bool:
+        return folder in places and is_at(segment.tensor, places[folder])
+
+    def changed() -> CheckpointError | None:
+        still, snapshot.still = snapshot.still, {}
+        found = ((role, until.changed(since[role])) for role, until in still.items())
+        return next((_changed(role, name) for role, name in found if name is not None), None)
+
+    snapshot.files, snapshot.stream = staging.staged(snapshot.files, waits, changed)
+    return snapshot.stream
+
+
+def _changed(role: str, name: str) -> CheckpointError:
+    return StorageError(
+        f"role {role}: {name} was written to after save(), and before its optimizer's next step: what was copied is of no one moment\n"
+        "The step is not saved. Call manager.before_step() before anything but an optimizer changes weights, or save without "
+        "lazy_snapshot."
+    )
 
 
 def _add_role(snapshot: Snapshot, role: str, live: LiveState, speaks: bool) -> None:
@@ -223,95 +252,3 @@ def loads(data: bytes) -> object:
     """:func:`dumps` read the other way; no code is run."""
     tree: object = torch.load(io.BytesIO(data), weights_only=True)
     return tree
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepFile:
-    """A file of a step.
-
-    Args:
-        folder: The role's folder in the step.
-        live: The file, as the role describes it.
-    """
-
-    folder: str
-    live: LiveFile
-
-    @property
-    def path(self) -> str:
-        """Relative to the step's folder."""
-        return f"{self.folder}/{self.live.path}"
-
-
-@dataclass(slots=True)
-class HostStaging:
-    """One flat buffer of host memory: pinned where there is a GPU.
-
-    A save needs as much of it as this rank contributes; it is made by :meth:`reserve` or by the first save, grows when a
-    save needs more, and is never given back before :meth:`free`.
-    """
-
-    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    _streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """How much is held."""
-        return self._buffer.numel()
-
-    def reserve(self, files: Sequence[StepFile]) -> None:
-        """Make room for a snapshot of these files, and touch it: the system hands out memory at the first touch only."""
-        needed = sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)
-        if needed > self.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one first: never two at a time
-            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            self._buffer.zero_()
-
-    def snapshot(self, files: Sequence[StepFile]) -> list[StepFile]:
-        """Copy all segments aside. On return, training may change the live tensors.
-
-        Returns:
-            The same files with segments in host memory, valid until the next snapshot.
-        """
-        self.reserve(files)
-        at, copies = 0, []
-        for file in files:
-            segments = []
-            for segment in file.live.segments:
-                segments.append(self._copy(segment, at))
-                at += _padded(segment.nbytes)
-            copies.append(StepFile(file.folder, replace(file.live, segments=tuple(segments))))
-        for stream in self._streams.values():
-            stream.synchronize()
-        return copies
-
-    def free(self) -> None:
-        """Give the memory back."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def _copy(self, segment: Segment, at: int) -> Segment:
-        aside = self._buffer[at : at + segment.nbytes]
-        source = as_bytes(segment.tensor)
-        if source.device.type == "cuda":
-            self._copy_from_gpu(aside, source)
-        else:
-            aside.copy_(source)
-        return Segment(segment.label, segment.byte_offset, aside)
-
-    def _copy_from_gpu(self, aside: torch.Tensor, source: torch.Tensor) -> None:
-        """On a stream of its own, after what the training stream has queued: all copies overlap one another."""
-        stream = self._streams.get(source.device)
-        if stream is None:
-            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(source.device))
-        with torch.cuda.stream(stream):
-            aside.copy_(source, non_blocking=True)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat tensor of bytes; a view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

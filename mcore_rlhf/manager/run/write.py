@@ -7,16 +7,14 @@ pieces together at the end. Nobody holds more than its own bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from mcore_rlhf.engines.base import LiveFile, Segment, Text
+from mcore_rlhf.engines.base import Text
 from mcore_rlhf.errors import CoverageError
 from mcore_rlhf.storage.beneath import Beneath
 from mcore_rlhf.storage.checksum import combine, crc32
@@ -27,10 +25,7 @@ from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 
 from .commit import Messages
 from .progress import Progress
-from .snapshot import StepFile, as_bytes
-
-WINDOW_BYTES = 1 << 20
-"""One window is summed and written while it is in the cache."""
+from .staging import Share, StepFile
 
 
 class WrittenPiece(NamedTuple):
@@ -84,7 +79,7 @@ class RankWriter:
         """
         with ExitStack() as unfinished:
             own = [(file, unfinished.enter_context(self._laid_out(file))) for file in files if self._owns(file)]
-            pieces = {file.path: self._fill(file.live, writer) for file, writer in own}
+            pieces = {file.path: self._fill(file, writer) for file, writer in own}
             for file in files:
                 if not self._owns(file):
                     self._contribute(file)
@@ -134,13 +129,13 @@ class RankWriter:
             self.messages.notes.say(f"layout-{_short(file.path)}", offsets)
         return writer
 
-    def _fill(self, file: LiveFile, writer: RecordFile) -> list[WrittenPiece]:
-        self.progress.moved(file.path)
+    def _fill(self, file: StepFile, writer: RecordFile) -> list[WrittenPiece]:
+        self.progress.moved(file.live.path)
 
         def put(label: str, byte_offset: int, data: memoryview) -> None:
-            writer.write(file.labels.get(label, label), byte_offset, data)
+            writer.write(file.live.labels.get(label, label), byte_offset, data)
 
-        return [self._put(segment, put) for segment in file.segments]
+        return [self._put(share, put) for share in file.shares]
 
     def _contribute(self, file: StepFile) -> None:
         """Write this rank's pieces into a file that another rank has laid out."""
@@ -157,7 +152,7 @@ class RankWriter:
             def put(label: str, byte_offset: int, data: memoryview) -> None:
                 pwrite_all(fd, data, offsets[label] + byte_offset)
 
-            pieces = [self._put(segment, put) for segment in file.live.segments]
+            pieces = [self._put(share, put) for share in file.shares]
             if self.fsync:
                 os.fsync(fd)
         except OSError as error:
@@ -167,15 +162,15 @@ class RankWriter:
         self.contributed[file.path] = sum(piece.nbytes for piece in pieces)
         self.messages.notes.say(f"pieces-{_short(file.path)}-{self.rank}", pieces)
 
-    def _put(self, segment: Segment, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
+    def _put(self, share: Share, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
         total, at = 0, 0
-        for window in _windows(segment.tensor):
+        for window in share.windows():
             crc = crc32(window)
-            put(segment.label, segment.byte_offset + at, window)
+            put(share.label, share.byte_offset + at, window)
             total = combine(total, crc, len(window)) if at else crc
             at += len(window)
             self.progress.moved(nbytes=len(window))
-        return WrittenPiece(segment.label, segment.byte_offset, at, total)
+        return WrittenPiece(share.label, share.byte_offset, at, total)
 
     def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
         self.progress.moved(file.path)
@@ -216,13 +211,6 @@ def _with_zeros(crc: int, nbytes: int) -> int:
             crc = combine(crc, run, length)
         run, length, nbytes = combine(run, run, length), length * 2, nbytes >> 1
     return crc
-
-
-def _windows(tensor: torch.Tensor) -> Iterable[memoryview]:
-    """The bytes of a tensor in pieces; those of a GPU come over one at a time."""
-    flat = as_bytes(tensor)
-    for start in range(0, flat.numel(), WINDOW_BYTES):
-        yield flat[start : start + WINDOW_BYTES].cpu().numpy().data
 
 
 def _short(path: str) -> str:

@@ -1,0 +1,448 @@
+"""The bytes of a snapshot on their way into host memory, and from there into files: at once, behind training, or in waves.
+
+Three work on one :class:`Stream`: who copies, who writes, and who trains and has to wait at the fence until live tensors are read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from mcore_rlhf.engines.base import LiveFile, Segment
+from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.storage.paths import human
+
+from .commit import Stopped
+
+WINDOW_BYTES = 1 << 20
+"""One window is summed and written while it is in the cache."""
+_PIECE_BYTES = 4 << 20
+"""So much is copied at a time behind training, and handed on; the writer's windows are within it."""
+_ALIGNMENT = 64
+_LOOK_S = 0.25
+
+
+class Share(Protocol):
+    """Bytes that this rank puts into a record of a file; see :class:`~mcore_rlhf.engines.base.Segment`."""
+
+    @property
+    def label(self) -> str:
+        """What all contributors call the record."""
+        ...
+
+    @property
+    def byte_offset(self) -> int:
+        """Where they go, from the record's own start."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """How many they are."""
+        ...
+
+    def windows(self) -> Iterator[memoryview]:
+        """They, one after the other; each is good until the next one is asked for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A share of which nothing changes while it is written: a live tensor in a blocking save, or a copy.
+
+    Args:
+        segment: It.
+    """
+
+    segment: Segment
+
+    @property
+    def label(self) -> str:
+        """See :class:`Share`."""
+        return self.segment.label
+
+    @property
+    def byte_offset(self) -> int:
+        """See :class:`Share`."""
+        return self.segment.byte_offset
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`Share`."""
+        return self.segment.nbytes
+
+    def windows(self) -> Iterator[memoryview]:
+        """See :class:`Share`; those of a GPU come over one at a time."""
+        flat = as_bytes(self.segment.tensor)
+        for start in range(0, flat.numel(), WINDOW_BYTES):
+            yield flat[start : start + WINDOW_BYTES].cpu().numpy().data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """A share that a stream brings.
+
+    Args:
+        label: See :class:`Share`.
+        byte_offset: See there.
+        nbytes: See there.
+        start: Where it begins in the stream.
+        stream: It.
+    """
+
+    label: str
+    byte_offset: int
+    nbytes: int
+    start: int
+    stream: Stream
+
+    def windows(self) -> Iterator[memoryview]:
+        """See :class:`Share`."""
+        return self.stream.read(self.start, self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepFile:
+    """A file of a step.
+
+    Args:
+        folder: The role's folder in the step.
+        live: The file, as the role describes it.
+        staged: What this rank puts into it, where that is not the file's live segments.
+    """
+
+    folder: str
+    live: LiveFile
+    staged: Sequence[Share] | None = None
+
+    @property
+    def path(self) -> str:
+        """Relative to the step's folder."""
+        return f"{self.folder}/{self.live.path}"
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        """What this rank puts into it."""
+        return [Held(segment) for segment in self.live.segments] if self.staged is None else self.staged
+
+
+@dataclass(slots=True)
+class _Source:
+    """Bytes to be copied; the tensor is let go when they are."""
+
+    start: int
+    tensor: torch.Tensor | None
+
+
+class Stream:
+    """Bytes on their way into host memory, one share after the other, in the order in which they are written.
+
+    Where the room is smaller than what comes, a part of it is used again as soon as it is written: then they can be read once only.
+
+    Args:
+        room: The host memory.
+        sources: What comes, and where it begins in the stream; first to last, without gaps but for alignment.
+        side: By GPU, the stream on which it is copied, which waits for what training has queued so far.
+        changed: Says what of the live tensors is no longer as it was when the snapshot was taken; None where all is.
+    """
+
+    def __init__(
+        self,
+        room: torch.Tensor,
+        sources: Sequence[tuple[int, torch.Tensor]],
+        side: dict[torch.device, torch.cuda.Stream] | None = None,
+        changed: Callable[[], CheckpointError | None] = lambda: None,
+    ) -> None:
+        self._room, self._side = room, side or {}
+        self._sources = [_Source(start, tensor) for start, tensor in sources]
+        self.nbytes = max((start + tensor.numel() for start, tensor in sources), default=0)
+        self.copied = 0
+        """How far it has come; on a GPU, how much is queued."""
+        self._written = 0
+        self._events: list[tuple[int, torch.cuda.Event]] = []
+        self._moved = time.monotonic()
+        self._changed: Callable[[], CheckpointError | None] | None = changed
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._begun = self._queued = False
+        self._ended = threading.Event()
+        self._news = threading.Condition()
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the room is used again."""
+        return self.nbytes > self._room.numel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is copied any more."""
+        return self._ended.is_set()
+
+    def start(self) -> None:
+        """Copy behind training."""
+        self._begun = True
+        threading.Thread(target=self.run, args=(_PIECE_BYTES,), name="mcore_rlhf copy", daemon=True).start()
+
+    def run(self, piece: int | None = None) -> None:
+        """Copy all, or until it is cancelled.
+
+        Args:
+            piece: At most so many bytes at a time; None for as many as there are in one place.
+        """
+        try:
+            for source in self._sources:
+                assert source.tensor is not None
+                self._copy(source.start, source.tensor, piece)
+                if not source.tensor.is_cuda:  # a GPU still reads it: who lets it go lets others have its memory
+                    source.tensor = None
+            with self._news:
+                self._queued = True
+                self._news.notify_all()
+            for stream in self._side.values():
+                stream.synchronize()
+            self.check()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with self._news:
+                self._sources, self._queued = [], True
+                self._ended.set()
+                self._news.notify_all()
+
+    def _copy(self, start: int, source: torch.Tensor, piece: int | None) -> None:
+        at, stop, room = start, start + source.numel(), self._room.numel()
+        while at < stop:
+            within = at % room
+            end = min(stop, at + room - within, at + (piece - at % piece if piece else stop - at))
+            with self._news:
+                self._news.wait_for(lambda end=end: self._cancelled or end - self._written <= room)  # type: ignore[misc]
+                if self._cancelled:
+                    raise Stopped("the copy was given up")
+            self._copy_into(self._room[within : within + end - at], source[at - start : end - start], piece is not None)
+            with self._news:
+                if source.is_cuda:
+                    self._events.append((end, self._side[source.device].record_event()))
+                self.copied, self._moved = end, time.monotonic()
+                self._news.notify_all()
+            at = end
+
+    def _copy_into(self, aside: torch.Tensor, source: torch.Tensor, behind: bool) -> None:
+        """From a GPU on a stream of its own, after what training had queued; all copies overlap one another."""
+        if source.is_cuda:
+            with torch.cuda.stream(self._side[source.device]):
+                aside.copy_(source, non_blocking=True)
+        elif behind:  # one thread is enough, and leaves the cores to training
+            aside.numpy()[:] = source.cpu().numpy()
+        else:
+            aside.copy_(source)
+
+    def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
+        """The bytes of a share, in windows, as soon as they are there.
+
+        Raises:
+            StorageError: They cannot be copied, or are there no more.
+        """
+        at, stop, room = start, start + nbytes, self._room.numel()
+        while at < stop:
+            within = at % room
+            end = min(stop, at + room - within, at + WINDOW_BYTES - at % WINDOW_BYTES)
+            self._await(at, end)
+            yield self._room[within : within + end - at].numpy().data
+            if self.wraps:
+                with self._news:
+                    self._written = end
+                    self._news.notify_all()
+            at = end
+
+    def _await(self, start: int, end: int) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self.copied >= end or self._ended.is_set() or self._cancelled)
+            self._raise()
+            if self._cancelled or self.copied < end:
+                raise Stopped("the copy was given up")
+            if start < self.copied - self._room.numel():
+                raise StorageError(
+                    "what was copied is there no more: it is written once where max_host_memory is given"
+                )
+            at = bisect_left(self._events, end, key=lambda one: one[0])
+            event = self._events[at][1] if at < len(self._events) else None
+        if event is not None:
+            event.synchronize()
+
+    def finish(self) -> None:
+        """Wait until all is copied.
+
+        Raises:
+            CheckpointError: It cannot be, or live tensors were changed meanwhile: the snapshot is of no one moment.
+        """
+        self._ended.wait()
+        self._raise()
+
+    def fence(self, patience: float) -> bool:
+        """Wait until live tensors may change; on a GPU, only let what is queued from now on wait.
+
+        Args:
+            patience: For how many seconds nothing may come.
+
+        Returns:
+            False where nothing has come for so long.
+        """
+        with self._news:
+            while not (self._queued or self._cancelled):
+                if not self._news.wait(_LOOK_S) and time.monotonic() - self._moved > patience:
+                    return False
+            last = {} if self._cancelled else dict(self._side)
+        self.check()
+        for device, stream in last.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+        return True
+
+    def check(self) -> None:
+        """See, once, that nobody has changed what is copied: when it has been, or when it may change from now on."""
+        with self._news:
+            changed, self._changed = self._changed, None
+            if changed is not None and not self._cancelled and (error := changed()) is not None:
+                self._error = self._error or error
+
+    def cancel(self) -> None:
+        """Nobody needs it any more."""
+        with self._news:
+            self._cancelled, self._changed = True, None
+            self._news.notify_all()
+
+    def join(self) -> None:
+        """Wait until nothing is copied any more."""
+        if self._begun:
+            self._ended.wait()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._news:
+            self._error = self._error or error
+            self._changed = None
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __str__(self) -> str:
+        return f"{human(self.copied)} of {human(self.nbytes)}"
+
+
+@dataclass(slots=True)
+class HostStaging:
+    """One flat buffer of host memory: pinned where there is a GPU.
+
+    A save needs as much of it as this rank contributes; it is made by :meth:`reserve` or by the first save, grows when a
+    save needs more, and is never given back before :meth:`free`.
+
+    Args:
+        limit: No more than so many bytes, which are used again and again during a save; None for as many as there are to be copied.
+    """
+
+    limit: int | None = None
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _side: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
+    _last: Stream | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How much is held."""
+        return self._buffer.numel()
+
+    def reserve(self, files: Sequence[StepFile]) -> None:
+        """Make room for a snapshot of these files, and touch it: the system hands out memory at the first touch only."""
+        self._make(self._room(sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)))
+
+    def staged(
+        self,
+        files: Sequence[StepFile],
+        waits: Callable[[str, Segment], bool] = lambda folder, segment: False,
+        changed: Callable[[], CheckpointError | None] = lambda: None,
+    ) -> tuple[list[StepFile], Stream]:
+        """Prepare the copy of all segments; those that cannot wait are copied now.
+
+        Args:
+            files: In the order in which they are written.
+            waits: Whether a segment of a role's folder stays as it is until :meth:`Stream.fence`; asked only where it matters.
+            changed: See :class:`Stream`.
+
+        Returns:
+            The same files, whose shares are valid until the next call; and the stream, which is to be run.
+        """
+        if self._last is not None:
+            self._last.cancel()
+            self._last.join()
+        coming = [(file.folder, segment) for file in files for segment in file.live.segments]
+        later = {id(segment) for folder, segment in coming if waits(folder, segment)}
+        at_once = [segment for _, segment in coming if later and id(segment) not in later]
+        streamed = [segment for _, segment in coming if not later or id(segment) in later]
+        first = sum(_padded(segment.nbytes) for segment in at_once)
+        room = self._room(sum(_padded(segment.nbytes) for segment in streamed), first)
+        self._make(first + room)
+        side = self._side_streams(segment.tensor for segment in streamed)
+        held, sources, at = self._held(at_once), list[tuple[int, torch.Tensor]](), 0
+        places: dict[int, int] = {}
+        for segment in streamed:
+            sources.append((at, as_bytes(segment.tensor)))
+            places[id(segment)], at = at, at + _padded(segment.nbytes)
+        self._last = stream = Stream(self._buffer[first : first + room], sources, side, changed)
+
+        def share(segment: Segment) -> Share:
+            if id(segment) in held:
+                return held[id(segment)]
+            return Staged(segment.label, segment.byte_offset, segment.nbytes, places[id(segment)], stream)
+
+        return [
+            StepFile(file.folder, replace(file.live, segments=()), [share(segment) for segment in file.live.segments])
+            for file in files
+        ], stream
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._last = None
+
+    def _held(self, segments: Sequence[Segment]) -> dict[int, Share]:
+        """Copies of what cannot wait, at the buffer's beginning."""
+        held, at = dict[int, Share](), 0
+        for segment in segments:
+            aside = self._buffer[at : at + segment.nbytes]
+            aside.copy_(as_bytes(segment.tensor))
+            held[id(segment)] = Held(Segment(segment.label, segment.byte_offset, aside))
+            at += _padded(segment.nbytes)
+        return held
+
+    def _room(self, needed: int, besides: int = 0) -> int:
+        """How much of it a stream is given: whole pieces, where it is used again."""
+        if self.limit is None or besides + needed <= self.limit:
+            return needed
+        return max(2, (self.limit - besides) // _PIECE_BYTES) * _PIECE_BYTES
+
+    def _make(self, needed: int) -> None:
+        if needed > self.nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one first: never two at a time
+            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer.zero_()
+
+    def _side_streams(self, tensors: Iterator[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:
+        """A stream for each GPU, behind what training has queued."""
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        for device in devices:
+            if device not in self._side:
+                self._side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._side[device].wait_stream(torch.cuda.current_stream(device))
+        return {device: self._side[device] for device in devices}
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as a flat tensor of bytes; a view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

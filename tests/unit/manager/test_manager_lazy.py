@@ -1,0 +1,278 @@
+"""Copies behind training, and copies in waves: what is saved is what was there at save(), and memory is bounded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.engines.until_step import UntilStep
+from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.manager.run import staging, steps
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.options import Event
+from mcore_rlhf.manager.run.staging import HostStaging, Stream
+from mcore_rlhf.manager.run.write import RankWriter
+from tests.helpers.latest import copied_at_the_latest
+
+MIB = 1 << 20
+
+
+def options(**given: Any) -> ManagerOptions:
+    return ManagerOptions(catch_signals=False, fsync=False, **{"lazy_snapshot": True, **given})
+
+
+class Run:
+    """A model of which a forward pass changes the buffers, and nothing else."""
+
+    def __init__(self, width: int = 200, frozen: bool = False) -> None:
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, width)
+        )
+        self.model[0].weight.requires_grad_(not frozen)
+        self.model.register_buffer("counts", torch.zeros(50_000))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def passes(self) -> torch.Tensor:
+        counts: Any = self.model.counts
+        counts += 1
+        loss = self.model(torch.randn(4, self.model[0].in_features)).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    def step(self) -> float:
+        loss = self.passes()
+        self.optimizer.step()
+        return loss.item()
+
+    def manager(self, root: Path, given: ManagerOptions) -> CheckpointManager:
+        return CheckpointManager(root, TorchEngine(self.model, self.optimizer), options=given)
+
+
+def saved(root: Path, step: int) -> bytes:
+    return (root / f"global_step_{step}/actor/state.pt").read_bytes()
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_it_is_what_a_blocking_save_saves(tmp_path: Path, limit: int | None) -> None:
+    run = Run()
+    with run.manager(tmp_path, options(max_host_memory=limit)) as manager, copied_at_the_latest() as waited:
+        run.step()
+        manager.save(1, blocking=True)
+        manager.save(2)
+        run.passes()
+        assert waited == [], "no pass waits"
+        run.optimizer.step()
+        manager.save(3, blocking=True)
+    assert len(waited) == 1
+    assert saved(tmp_path, 1) == saved(tmp_path, 2) != saved(tmp_path, 3)
+
+
+def test_frozen_parameters_wait_too_and_buffers_do_not(tmp_path: Path) -> None:
+    run = Run(frozen=True)
+    with run.manager(tmp_path, options()) as manager, copied_at_the_latest():
+        manager.save(1)
+        staged = manager._saver._job.snapshot.files  # type: ignore[union-attr]
+        (shares,) = [file.shares for file in staged]
+        assert sum(isinstance(share, staging.Staged) for share in shares) == 2, "both weights"
+        assert sum(isinstance(share, staging.Held) for share in shares) == 1, "the large buffer"
+        manager.before_step()
+
+
+def test_training_ends_without_another_step(tmp_path: Path) -> None:
+    run = Run()
+    with run.manager(tmp_path, options()) as manager:
+        manager.save(1)
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
+def test_one_that_writes_to_weights_is_noticed(tmp_path: Path) -> None:
+    run = Run()
+    with run.manager(tmp_path, options()) as manager:
+        manager.save(1, blocking=True)
+        with copied_at_the_latest():
+            manager.save(2)
+            with torch.no_grad():
+                run.model[2].weight.mul_(0.5)
+            manager.before_step()
+            with pytest.raises(StorageError, match=r"role actor: 2\.weight was written to after save\(\)"):
+                manager.wait()
+            manager.save(3)
+            manager.before_step()
+            with torch.no_grad():
+                run.model[2].weight.mul_(0.5)
+        manager.wait()
+    assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
+
+
+def test_an_optimizer_without_hooks_is_copied_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Own:
+        def __init__(self, params: Any) -> None:
+            self.inner = torch.optim.SGD(params, lr=1.0)
+            self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.inner.state_dict()
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.inner.load_state_dict(state)
+
+        def step(self) -> None:
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    param.data.fill_(3.0)
+
+    model = torch.nn.Linear(200, 200)
+    optimizer: Any = Own(model.parameters())
+    assert UntilStep.of([model], optimizer) is None
+    before = model.weight.detach().clone()
+    with (
+        caplog.at_level("INFO"),
+        CheckpointManager(tmp_path, TorchEngine(model, optimizer), options=options()) as manager,
+    ):
+        manager.save(1)
+        optimizer.step()
+    assert torch.equal(
+        torch.load(tmp_path / "global_step_1/actor/state.pt", weights_only=True)["model"]["weight"], before
+    )
+    assert "role actor is copied inside save()" in caplog.text
+
+
+def test_hooks_go_with_the_manager(tmp_path: Path) -> None:
+    run = Run()
+    with run.manager(tmp_path, options()) as manager:
+        for step in (1, 2):
+            manager.save(step)
+        assert len(run.optimizer._optimizer_step_pre_hooks) == 1  # type: ignore[attr-defined]
+    assert len(run.optimizer._optimizer_step_pre_hooks) == 0  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A writer that writes nothing before it is let go."""
+    go, real = threading.Event(), RankWriter.write
+
+    def write(writer: RankWriter, files: Any) -> Any:
+        while not go.wait(0.01):
+            pass
+        return real(writer, files)
+
+    monkeypatch.setattr(RankWriter, "write", write)
+    yield go
+    go.set()
+
+
+@pytest.mark.parametrize("given", [{}, {"max_host_memory": 1}])
+def test_a_copy_that_stands_still(tmp_path: Path, slow: threading.Event, given: dict[str, Any]) -> None:
+    """Where there is room, nobody waits for a disk that hangs; where there is none, the rank and the step are named."""
+    run = Run(width=2000)
+    with run.manager(tmp_path, options(timeout=0.3, **given)) as manager:
+        manager.save(1)
+        if given:
+            with pytest.raises(
+                StorageError, match=r"rank 0 on .*: the copy of step 1 .* stood still for 0.3 s, at .* of"
+            ):
+                run.step()
+        else:
+            run.step()
+        slow.set()
+        run.step()
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
+def test_training_goes_on_without_a_copy_that_stands_still(tmp_path: Path, slow: threading.Event) -> None:
+    run, events = Run(width=2000), list[Event]()
+    given = options(timeout=0.3, on_error="continue", max_host_memory=1, on_event=events.append)
+    with run.manager(tmp_path, given) as manager:
+        manager.save(1)
+        run.step()
+        slow.set()
+        manager.wait()
+        assert next(event.text for event in events if event.kind == "failed").endswith("training goes on")
+        manager.save(2)
+        run.step()
+    assert [step.step for step in steps.committed(tmp_path)] == [2]
+
+
+def test_a_save_that_fails_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(writer: RankWriter, files: Any) -> Any:
+        raise StorageError("the disk is gone")
+
+    run = Run(width=2000)
+    with run.manager(tmp_path, options(max_host_memory=1)) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(RankWriter, "write", write)
+            manager.save(1)
+            run.step()
+            with pytest.raises(StorageError, match="the disk is gone"):
+                manager.wait()
+        manager.save(2)
+    assert [step.step for step in steps.committed(tmp_path)] == [2]
+
+
+def test_a_save_that_is_left_to_itself_lets_training_go_on(tmp_path: Path, slow: threading.Event) -> None:
+    run = Run(width=2000)
+    given = options(max_host_memory=1, save_timeout=0.3, on_error="continue")
+    with run.manager(tmp_path, given) as manager:
+        manager.save(1)
+        started = time.monotonic()
+        run.step()
+        assert time.monotonic() - started < 20
+        slow.set()
+        manager.save(2)
+        run.step()
+    assert [step.step for step in steps.committed(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_waves_take_no_more_memory_than_they_may(tmp_path: Path, lazy: bool) -> None:
+    """10 MiB of weights, 20 of moments, through 8."""
+    run = Run(width=1200)
+    run.step()
+    with run.manager(tmp_path, options(lazy_snapshot=lazy, max_host_memory=9 * MIB)) as manager:
+        manager.save(1)
+        manager.save(2, blocking=True)
+        assert manager._saver._staging.nbytes <= 9 * MIB
+        manager.reserve()
+        assert manager._saver._staging.nbytes <= 9 * MIB
+    assert saved(tmp_path, 1) == saved(tmp_path, 2)
+
+
+def test_what_cannot_be_together_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot be tried again"):
+        ManagerOptions(max_host_memory=1 << 30, save_retries=1)
+    with pytest.raises(UsageError, match="max_host_memory: expected a number of bytes, found 0"):
+        ManagerOptions(max_host_memory=0)
+
+
+def test_a_stream_that_wraps_is_read_once() -> None:
+    source = torch.arange(9 * MIB, dtype=torch.int64).view(torch.uint8)[: 20 * MIB + 13]
+    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, source)])
+    stream.start()
+    assert b"".join(bytes(window) for window in stream.read(0, source.numel())) == source.numpy().tobytes()
+    stream.finish()
+    with pytest.raises(StorageError, match="is there no more"):
+        next(stream.read(0, 10))
+
+
+def test_an_interrupted_stream_ends() -> None:
+    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, torch.zeros(20 * MIB, dtype=torch.uint8))])
+    stream.start()
+    stream.cancel()
+    stream.join()
+    assert stream.fence(1.0)
+
+
+def test_nothing_to_copy() -> None:
+    files, stream = HostStaging().staged([])
+    assert files == []
+    stream.run()
+    stream.finish()
