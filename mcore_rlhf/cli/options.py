@@ -89,6 +89,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "mcore-rlhf prune runs/grpo/checkpoints --keep-last 3 --keep-best reward:max:2 --max-size 500GB",
         "mcore-rlhf prune runs/grpo/checkpoints --keep-every 100 --include-damaged --json",
     ),
+    "watch": (
+        "mcore-rlhf watch runs/grpo/checkpoints --to hf --into runs/grpo/hf --keep-last 3",
+        "mcore-rlhf watch runs/grpo/checkpoints --to hf --role actor --into evals --run './eval.sh {path} {step}'",
+        "mcore-rlhf watch runs/verl --to megatron --tp 8 --into runs/megatron --once",
+    ),
     "interval": (
         "mcore-rlhf interval --root runs/grpo/checkpoints --mtbf-hours 8",
         "mcore-rlhf interval --step-seconds 45 --save-seconds 60 --stall-seconds 2 --mtbf-hours 8 --size 1.2TB",

@@ -1,0 +1,197 @@
+"""``mcore-rlhf watch``: convert every newly committed step of a run, behind its training."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from mcore_rlhf.errors import CheckpointError, StorageError, UsageError, headline
+from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, KeepRule
+from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.storage.urls import checkpoint_path
+
+from .output import plain, say
+
+_NICE = 10
+_PR_SET_PDEATHSIG = 1
+"""Linux, ``prctl(2)``: the signal that a process gets when its parent is gone."""
+_GRACE_S = 10.0
+
+
+class _Ended(BaseException):
+    """SIGTERM came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What the command line says of the watcher itself.
+
+    Args:
+        into: Where the results go.
+        every: Seconds from one look to the next.
+        settle: See :class:`~mcore_rlhf.manager.watch.Watcher`.
+        keep_last, keep_every: Which results are kept.
+        run: The command.
+        run_timeout: How long it may take.
+        once: Whether to end when nothing is left to do.
+    """
+
+    into: Path
+    every: float
+    settle: float
+    keep_last: int | None
+    keep_every: int | None
+    run: str
+    run_timeout: float
+    once: bool
+
+    @property
+    def keep(self) -> tuple[KeepRule, ...]:
+        """The rules on results."""
+        last = [KeepLast(self.keep_last)] if self.keep_last is not None else []
+        return (*last, *([KeepEvery(self.keep_every)] if self.keep_every is not None else []))
+
+
+def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Watching, as_json: bool) -> int:
+    """Watch until a signal comes, or with ``--once`` until nothing is left to do.
+
+    Args:
+        root: The run's.
+        given: Options of ``convert``.
+        config: A job file for the others.
+        watching: The watcher's.
+        as_json: A JSON object a line.
+
+    Returns:
+        The exit code: 1 where ``--once`` leaves steps that cannot be converted.
+
+    Raises:
+        CheckpointError: It cannot begin, or the target cannot be written.
+    """
+    from .job import make_job
+
+    given = {name: value for name, value in given.items() if value not in (None, (), [])}
+    source, out = checkpoint_path(root), checkpoint_path(watching.into)
+    if not isinstance(out, Path):
+        raise UsageError(
+            f"--into {out}: results are published by a rename, which an object store does not have\n"
+            "Give a folder, and send what is in it on with --run, such as --run 'aws s3 sync {path} s3://evals/{step}'."
+        )
+
+    def job(step: int, folder: Path) -> dict[str, Any]:
+        ends = {"source": str(root), "target": str(folder)}
+        return {**given, **ends, "step": step, "overwrite": True, "verify": True}
+
+    def convert(step: int, folder: Path) -> None:
+        _in_a_child(job(step, folder), config)
+
+    make_job(job(0, out), config)  # what is wrong with it is said now
+    failed = set[int]()
+
+    def tell(event: Watched) -> None:
+        if event.step is not None:
+            (failed.add if event.kind == "failed" else failed.discard)(event.step)
+        _print(event, as_json)
+
+    settle = 0.0 if watching.once else watching.settle
+    watcher = Watcher(source, out, convert, watching.keep, watching.run, watching.run_timeout, settle, tell)
+    try:
+        with _ending():
+            while (worked := watcher.look()) or not watching.once:
+                if not worked:
+                    time.sleep(watching.every)
+    except _Ended:
+        return 0
+    finally:
+        watcher.close()
+    return 1 if failed else 0
+
+
+def _print(event: Watched, as_json: bool) -> None:
+    if as_json:
+        facts = {**asdict(event), "time": time.time()}
+        say(json.dumps(plain(facts), ensure_ascii=True))
+    else:
+        say(f"{event.kind}: {event.text}" + ("" if event.seconds is None else f" ({event.seconds:.1f} s)"))
+    sys.stdout.flush()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """SIGTERM ends the watcher where it is: nothing of a step that is being converted has been published."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise _Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _in_a_child(given: dict[str, Any], config: Path | None) -> None:
+    """Convert in a process of its own, that has less right to the cores, and whose memory goes with it.
+
+    Raises:
+        CheckpointError: It could not be done.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_convert, args=(there, given, config), name="mcore-rlhf convert")
+    child.start()
+    there.close()
+    try:
+        told = None
+        with suppress(EOFError):
+            told = here.recv_bytes().decode()
+        child.join()
+    finally:
+        if child.is_alive():
+            child.terminate()
+            child.join(_GRACE_S)
+            child.kill()
+            child.join()
+    if told is None:
+        raise StorageError(
+            f"the conversion ended with {child.exitcode}, and said nothing: was it killed, or out of memory?"
+        )
+    if told:
+        raise StorageError(told)
+
+
+def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> None:
+    """In the child: nothing, or why it could not be done."""
+    import click
+
+    from .converting import run as convert
+    from .job import make_job
+
+    with suppress(OSError):
+        os.nice(_NICE)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher hears of it, and ends this process
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    try:
+        convert(make_job(given, config), True)
+    except click.exceptions.Exit:
+        answer.send_bytes(b"what was written is not what was read: mcore-rlhf convert --verify says more")
+    except CheckpointError as error:
+        answer.send_bytes(headline(str(error)).encode())
+    except MemoryError:
+        answer.send_bytes(b"there is not enough memory: give less with --max-memory, and fewer --workers")
+    else:
+        answer.send_bytes(b"")

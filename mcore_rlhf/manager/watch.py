@@ -1,0 +1,348 @@
+"""Converting each newly committed step of a run behind its training; training waits for nothing, and nothing half made is published.
+
+What has been done lies where the results lie, not in a process's memory: a watcher that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from mcore_rlhf.errors import CheckpointError, StorageError, UsageError, headline
+from mcore_rlhf.storage.beneath import make_folder, move
+from mcore_rlhf.storage.notes import FolderNotes
+from mcore_rlhf.storage.paths import ReadablePath, storage_error
+from mcore_rlhf.storage.publish import sync_folder
+
+from .run import steps
+from .run.retention import KeepRule, delete, remove_folder
+from .run.root import RootLock
+from .run.steps import Step
+from .runs import listed_steps
+
+ASIDE = ".watch"
+"""Where results are made, and what is known of them: a folder of the target."""
+_TRIES = 3
+"""How often a step is tried that cannot be converted, before only a change of it gives it another chance."""
+_GRACE_S = 5.0
+
+Kind = Literal["converted", "failed", "skipped", "retired", "ran", "waiting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Something that a watcher did.
+
+    Args:
+        kind: What.
+        step: With which step; None where it is about the run.
+        text: One line for people.
+        seconds: How long it took; None where that says nothing.
+        path: What was made, or is gone.
+    """
+
+    kind: Kind
+    step: int | None
+    text: str
+    seconds: float | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What is known of a result.
+
+    Args:
+        step: The step.
+        source: Which state of it was converted.
+        ran: Whether the command has run on it.
+    """
+
+    step: int
+    source: str
+    ran: bool = False
+
+
+@dataclass(slots=True)
+class _Failure:
+    source: str
+    tries: int
+    again_at: float
+
+
+@dataclass(slots=True)
+class Watcher:
+    """Makes a result of every newly committed step of a root.
+
+    Args:
+        root: The run's, of any trainer that is known.
+        out: Folder of the results, ``global_step_N`` each, as of a run.
+        convert: Converts and verifies one step into a folder; raises a CheckpointError where it cannot.
+        keep: Which results are kept; all where there is no rule.
+        command: A command line with ``{path}`` and ``{step}``, run on each result without a shell; empty for none.
+        command_timeout: Seconds that it may take.
+        settle: For how many seconds a step that has no manifest must stay as it is before it counts as written.
+        say: Hears of everything.
+    """
+
+    root: ReadablePath
+    out: Path
+    convert: Callable[[int, Path], None]
+    keep: tuple[KeepRule, ...] = ()
+    command: str = ""
+    command_timeout: float = 3600.0
+    settle: float = 30.0
+    say: Callable[[Watched], None] = lambda event: None
+    _lock: RootLock = field(init=False)
+    _failures: dict[int, _Failure] = field(default_factory=dict)
+    _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+    _skipped: set[int] = field(default_factory=set)
+    _away: bool = False
+
+    def __post_init__(self) -> None:
+        _words(self.command)
+        if isinstance(self.root, Path):
+            one, other = self.root.resolve(), self.out.resolve()
+            if one == other or one in other.parents or other in one.parents:
+                raise UsageError(
+                    f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
+                )
+        try:
+            make_folder(self.out / ASIDE)
+        except OSError as error:
+            raise storage_error(error, self.out / ASIDE, "create") from error
+        try:
+            self._lock = RootLock(self.out)
+        except StorageError as error:
+            raise StorageError(f"{self.out}: another watcher, or a run, writes here\n{headline(str(error))}") from error
+
+    def close(self) -> None:
+        """Let others have the target."""
+        self._lock.release()
+
+    def look(self) -> bool:
+        """Do what there is to do now: first what a kill left undone, then one step, the newest that is wanted.
+
+        Returns:
+            Whether a step was converted: there may be more.
+
+        Raises:
+            StorageError: The target cannot be written.
+        """
+        self._lock.hold()
+        for note in self._notes():
+            if self.command and not note.ran and steps.step_folder(self.out, note.step).is_dir():
+                self._run(note)
+        wanted = self._wanted()
+        if not wanted:
+            return False
+        self._make(wanted[0])
+        self._retire()
+        return True
+
+    def waiting(self) -> list[int]:
+        """Steps that are there, and have failed, or have to stay as they are for a while before they count."""
+        return sorted({*self._failures, *self._seen})
+
+    def _found(self) -> list[Step]:
+        try:
+            if not self.root.is_dir():
+                raise StorageError(f"{self.root}: is not there")
+            found = listed_steps(self.root)
+        except (CheckpointError, OSError) as error:  # a run that begins, or a file system that is away
+            if not self._away:
+                self.say(Watched("waiting", None, f"{headline(str(error))}; it is looked for again"))
+            self._away = True
+            return []
+        self._away = False
+        return [step for step in found if self._is_ready(step)]
+
+    def _is_ready(self, step: Step) -> bool:
+        """Whether it is committed; of one that has no manifest, whether it has not changed for a while."""
+        if step.state != "foreign":
+            return step.resumable
+        now, source = time.monotonic(), _identity(step)
+        before, since = self._seen.get(step.step, ("", now))
+        if before != source:
+            self._seen[step.step], since = (source, now), now
+        return now - since >= self.settle
+
+    def _wanted(self) -> list[Step]:
+        """Steps without a result, or whose result is of another state of them, the newest first."""
+        done = {note.step: note for note in self._notes()}
+        found = {step.step: step for step in self._found()}
+        open_ = {
+            number: step
+            for number, step in found.items()
+            if (note := done.get(number)) is None
+            or note.source != _identity(step)
+            or not steps.step_folder(self.out, number).is_dir()
+        }
+        kept = self._kept({*done, *open_})
+        for number in sorted(open_.keys() - kept):
+            self._skip(number)
+        return [open_[number] for number in sorted(open_.keys() & kept, reverse=True) if self._may_try(open_[number])]
+
+    def _may_try(self, step: Step) -> bool:
+        failure = self._failures.get(step.step)
+        if failure is None or failure.source != _identity(step):
+            return True
+        return failure.tries < _TRIES and time.monotonic() >= failure.again_at
+
+    def _make(self, step: Step) -> None:
+        """Convert aside, see that the step is still the same, publish."""
+        source, started = _identity(step), time.monotonic()
+        aside = steps.step_folder(self.out / ASIDE, step.step)
+        try:
+            self.convert(step.step, aside)
+            now = next((one for one in self._found_again() if one.step == step.step), None)
+            if now is None or _identity(now) != source:
+                remove_folder(aside)
+                raise StorageError(
+                    f"step {step.step} " + ("is gone" if now is None else "was replaced") + " while it was converted"
+                )
+            target = self._publish(aside, step.step, source)
+        except CheckpointError as error:
+            self._failed(step, source, error)
+            return
+        self._failures.pop(step.step, None)
+        self._seen.pop(step.step, None)
+        seconds = time.monotonic() - started
+        self.say(Watched("converted", step.step, f"step {step.step} is in {target}", seconds, str(target)))
+        if self.command:
+            self._run(_Note(step.step, source))
+
+    def _found_again(self) -> list[Step]:
+        try:
+            return listed_steps(self.root)
+        except OSError as error:
+            raise StorageError(f"{self.root}: {error}") from error
+
+    def _publish(self, aside: Path, number: int, source: str) -> Path:
+        target = steps.step_folder(self.out, number)
+        delete(target)  # a result of what the step was before
+        try:
+            move(aside, target)
+        except OSError as error:
+            raise storage_error(error, target, "publish") from error
+        sync_folder(self.out)
+        self._note(_Note(number, source, ran=not self.command))
+        return target
+
+    def _failed(self, step: Step, source: str, error: CheckpointError) -> None:
+        before = self._failures.get(step.step)
+        tries = before.tries + 1 if before is not None and before.source == source else 1
+        pause = 2.0 ** (tries - 1) * max(1.0, self.settle)
+        self._failures[step.step] = _Failure(source, tries, time.monotonic() + pause)
+        further = f"it is tried again in {pause:g} s" if tries < _TRIES else "it is tried again when it changes"
+        self.say(Watched("failed", step.step, f"step {step.step}: {headline(str(error))}; {further}"))
+
+    def _run(self, note: _Note) -> None:
+        """Run the command on a result; what becomes of it is said, and stops nothing."""
+        target, started = steps.step_folder(self.out, note.step), time.monotonic()
+        words = [_filled(word, target, note.step) for word in _words(self.command)]
+        outcome = _outcome(words, self.command_timeout)
+        self._note(replace(note, ran=True))
+        seconds = time.monotonic() - started
+        kind: Kind = "failed" if outcome else "ran"
+        text = f"step {note.step}: {words[0]} {outcome or 'has run'}"
+        self.say(Watched(kind, note.step, text, seconds, str(target)))
+
+    def _retire(self) -> None:
+        """Delete results that no rule wants."""
+        there = {note.step for note in self._notes()}
+        for number in sorted(there - self._kept(there)):
+            folder = steps.step_folder(self.out, number)
+            try:
+                delete(folder)
+                self._store.remove(_name(number))
+            except CheckpointError as error:
+                self.say(Watched("failed", number, f"{headline(str(error))}; it stays"))
+            else:
+                self._skipped.add(number)
+                self.say(Watched("retired", number, f"{folder} is no longer wanted", path=str(folder)))
+
+    def _kept(self, numbers: Collection[int]) -> set[int]:
+        if not self.keep or not numbers:
+            return set(numbers)
+        found = [Step(number, steps.step_folder(self.out, number), "committed") for number in sorted(numbers)]
+        return {max(numbers)}.union(*(rule.wants(found) for rule in self.keep))
+
+    @property
+    def _store(self) -> FolderNotes:
+        return FolderNotes(self.out / ASIDE)
+
+    def _notes(self) -> Iterator[_Note]:
+        for name in self._store.list("step-*.json"):
+            note = self._store.said(_Note, name)
+            if note is not None and name == _name(note.step):
+                yield note
+
+    def _note(self, note: _Note) -> None:
+        self._store.say(_name(note.step), note)
+
+    def _skip(self, number: int) -> None:
+        if number not in self._skipped:
+            self._skipped.add(number)
+            text = f"step {number} is passed over: newer ones are there, and it would be retired at once"
+            self.say(Watched("skipped", number, text))
+
+
+def _name(number: int) -> str:
+    return f"step-{number}.json"
+
+
+def _identity(step: Step) -> str:
+    """Which state of a step it is: its commit, or where it has none, how much lies there since when."""
+    return step.transaction or f"{step.nbytes} {step.time}"
+
+
+def _words(command: str) -> list[str]:
+    """The words of a command line.
+
+    Raises:
+        UsageError: It is none.
+    """
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--run: {command}: is no command line: {error}") from None
+
+
+def _filled(word: str, path: Path, step: int) -> str:
+    """A word with what it asks for; what is put in is never read again."""
+    parts = word.split("{path}")
+    return str(path).join(part.replace("{step}", str(step)) for part in parts)
+
+
+def _outcome(words: list[str], timeout: float) -> str:
+    """Run a command; what went wrong, or nothing. It, and all that it started, ends with this process's patience."""
+    try:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    except OSError as error:
+        return f"cannot be run: {error.strerror}"
+    try:
+        code = process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return f"has not ended within {timeout:g} s, and was stopped"
+    finally:
+        if process.poll() is None:
+            _stop(process)
+    return f"ended with {code}" if code else ""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_GRACE_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+        return

@@ -1,0 +1,234 @@
+"""What a watcher makes of a run's steps, with a conversion that copies."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.errors import LayoutMismatch, StorageError, UsageError
+from mcore_rlhf.manager import watch
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, delete
+from mcore_rlhf.manager.watch import Watched, Watcher
+from tests.unit.cli.conftest import GOLDENS
+from tests.unit.manager.roots import make_step
+
+
+@dataclass
+class Runs:
+    """A run, its watcher, and what was said."""
+
+    folder: Path
+    events: list[Watched] = field(default_factory=list)
+    meanwhile: Callable[[int], None] = lambda step: None
+    made: list[int] = field(default_factory=list)
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def convert(self, step: int, target: Path) -> None:
+        self.made.append(step)
+        if target.exists():
+            shutil.rmtree(target)
+        shutil.copytree(steps.step_folder(self.root, step), target)
+        self.meanwhile(step)
+
+    def watcher(self, **given: Any) -> Watcher:
+        return Watcher(self.root, self.out, self.convert, **{"settle": 0.0, "say": self.events.append, **given})
+
+    def all(self, **given: Any) -> list[str]:
+        """Look until nothing is left; what was said."""
+        self.events.clear()
+        watcher = self.watcher(**given)
+        try:
+            while watcher.look():
+                pass
+        finally:
+            watcher.close()
+        return [f"{event.kind} {event.step}" for event in self.events]
+
+    def replace(self, step: int) -> None:
+        """The same step again, by another commit."""
+        delete(self.root / f"global_step_{step}")
+        manifest = make_step(self.root, step) / "manifest.json"
+        manifest.write_text(manifest.read_text().replace("0badcafe", "00c0ffee"))
+
+    def results(self) -> list[int]:
+        return [step.step for step in steps.committed(self.out)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    found = Runs(tmp_path)
+    for step in (1, 2, 3):
+        make_step(found.root, step)
+    return found
+
+
+def test_the_newest_first_and_each_once(runs: Runs) -> None:
+    assert runs.all() == ["converted 3", "converted 2", "converted 1"]
+    assert runs.all() == []
+    make_step(runs.root, 4)
+    assert runs.all() == ["converted 4"]
+    assert runs.results() == [1, 2, 3, 4]
+
+
+def test_what_would_go_at_once_is_passed_over(runs: Runs) -> None:
+    assert runs.all(keep=(KeepLast(1), KeepEvery(2))) == ["skipped 1", "converted 3", "converted 2"]
+    make_step(runs.root, 5)
+    assert runs.all(keep=(KeepLast(1), KeepEvery(2))) == ["skipped 1", "converted 5", "retired 3"]
+    assert runs.results() == [2, 5]
+
+
+def test_a_step_of_a_lower_number_comes_too(runs: Runs) -> None:
+    delete(runs.root / "global_step_2")
+    assert runs.all() == ["converted 3", "converted 1"]
+    make_step(runs.root, 2)
+    assert runs.all() == ["converted 2"]
+
+
+def test_a_replaced_step_is_made_anew(runs: Runs) -> None:
+    runs.all()
+    runs.replace(2)
+    assert runs.all() == ["converted 2"]
+    now, then = (steps.read_manifest(folder / "global_step_2").transaction for folder in (runs.root, runs.out))
+    assert now == then
+
+
+def test_a_step_that_is_replaced_meanwhile_is_not_published(runs: Runs) -> None:
+    def replace(step: int) -> None:
+        runs.meanwhile = lambda step: None
+        runs.replace(step)
+
+    runs.meanwhile = replace
+    assert runs.all() == ["failed 3", "converted 3", "converted 2", "converted 1"]
+    assert "step 3 was replaced while it was converted" in runs.events[0].text
+
+
+def test_a_step_that_a_pruner_takes_meanwhile(runs: Runs) -> None:
+    runs.meanwhile = lambda step: delete(runs.root / f"global_step_{step}") and None
+    assert runs.all() == ["failed 3", "failed 2", "failed 1"]
+    assert "step 3 is gone" in runs.events[0].text
+    assert runs.results() == []
+
+
+def test_one_that_cannot_be_converted_is_not_tried_for_ever(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+
+    def refuse(step: int) -> None:
+        if step == 3:
+            raise LayoutMismatch("it has 3 layers")
+
+    runs.meanwhile = refuse
+    watcher = runs.watcher()
+    for _ in range(20):
+        watcher.look()
+        now[0] += 100
+    assert runs.made.count(3) == 3
+    assert runs.results() == [1, 2]
+    assert [event.text for event in runs.events if event.kind == "failed"][-1].endswith("when it changes")
+    runs.replace(3)
+    runs.meanwhile = lambda step: None
+    assert watcher.look()
+    assert runs.results() == [1, 2, 3]
+    watcher.close()
+
+
+def test_a_root_that_vanishes_is_waited_for(runs: Runs) -> None:
+    watcher = runs.watcher()
+    runs.root.rename(runs.folder / "away")
+    assert not watcher.look()
+    assert not watcher.look()
+    assert [event.kind for event in runs.events] == ["waiting"]
+    (runs.folder / "away").rename(runs.root)
+    assert watcher.look()
+    watcher.close()
+
+
+def test_two_watchers(runs: Runs) -> None:
+    watcher = runs.watcher()
+    with pytest.raises(StorageError, match="another watcher, or a run, writes here"):
+        runs.watcher()
+    watcher.close()
+    runs.watcher().close()
+
+
+@pytest.mark.parametrize("out", ["run", "run/out", "."])
+def test_the_run_itself_is_no_target(runs: Runs, out: str) -> None:
+    with pytest.raises(UsageError, match="lies in the run that is watched, or holds it"):
+        Watcher(runs.root, runs.folder / out, runs.convert)
+    assert not (runs.root / "out").exists()
+
+
+def test_another_trainers_step_counts_when_it_stays_as_it_is(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    delete(runs.root / "global_step_3")
+    shutil.copytree(GOLDENS / "tp1_bf16_do", runs.root / "global_step_3" / "actor")
+    watcher = runs.watcher(settle=30.0)
+    while watcher.look():
+        pass
+    assert runs.made == [2, 1]
+    now[0] = 20.0
+    (runs.root / "global_step_3" / "actor" / "more").write_bytes(b"more")
+    assert not watcher.look()
+    now[0] = 40.0
+    assert not watcher.look()
+    now[0] = 51.0
+    assert watcher.look()
+    assert runs.made == [2, 1, 3]
+    watcher.close()
+
+
+def test_the_command_runs_without_a_shell(runs: Runs) -> None:
+    script = runs.folder / "say.py"
+    script.write_text("import sys; open(sys.argv[1], 'a').write(repr(sys.argv[2:]) + '\\n')")
+    command = f"{sys.executable} {script} {runs.folder / 'said'} '{{path}};{{step}}' $HOME"
+    assert runs.all(command=command)[:2] == ["converted 3", "ran 3"]
+    lines = (runs.folder / "said").read_text().splitlines()
+    assert lines[0] == repr([f"{runs.out / 'global_step_3'};3", "$HOME"])
+    assert len(lines) == 3
+    assert runs.all(command=command) == [], "once on each"
+
+
+def test_a_command_that_fails_or_hangs_ends_nothing(runs: Runs) -> None:
+    assert runs.all(command="false")[:2] == ["converted 3", "failed 3"]
+    assert "ended with 1" in runs.events[1].text
+    make_step(runs.root, 4)
+    assert runs.all(command="sleep 100", command_timeout=0.2) == ["converted 4", "failed 4"]
+    assert "has not ended within 0.2 s" in runs.events[1].text
+    make_step(runs.root, 5)
+    assert runs.all(command="no-such-command") == ["converted 5", "failed 5"]
+    with pytest.raises(UsageError, match="is no command line"):
+        runs.watcher(command="'")
+
+
+def test_a_command_that_a_kill_prevented_runs_later(runs: Runs) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*given: object) -> str:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(watch, "_outcome", kill)
+        with pytest.raises(Killed):
+            runs.all(command="true")
+    assert runs.all(command="true") == ["ran 3", "converted 2", "ran 2", "converted 1", "ran 1"]
+
+
+def test_quarantined_steps_are_left_alone(runs: Runs) -> None:
+    steps.quarantine(runs.root / "global_step_3", "reward collapsed")
+    assert runs.all() == ["converted 2", "converted 1"]
