@@ -24,6 +24,7 @@ from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
+from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
 from mcore_rlhf.families.fsdp.state import EPOCH, MADE, random_states, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
@@ -38,7 +39,6 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .dealing import OF_MEGATRON, dealt
 from .files import ALIKE, COUNTERS, SCALER, HfRunState, RunFiles, of_ranks, rng_item
 from .files import STEP as GLOBAL_STEP
 from .like import Like, is_sharded

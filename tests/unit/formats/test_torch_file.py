@@ -213,11 +213,6 @@ def test_without_a_model_it_is_none(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, ReadOptions())
 
 
-def test_it_is_not_written(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="unknown format 'torch'"):
-        prepare(folder, ConvertOptions(to="torch"))
-
-
 def test_a_whole_step_of_it_is_converted_and_beside_another_model_it_goes_along(tmp_path: Path) -> None:
     engine = trained(Net())
     with CheckpointManager(
