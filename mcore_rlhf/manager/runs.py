@@ -19,6 +19,7 @@ from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
 from mcore_rlhf.trainers.table import HERE, Trainer
 
 from .run import steps
+from .run.naming import OWN, Naming
 from .run.steps import Step
 
 
@@ -109,6 +110,7 @@ class TrainerStep:
             tuple(self.models()),
             steps.changed(next(iter(self.places.values()))),
             why if missing else f"a step of {self.trainer.title}, which has no {self.manifest}",
+            quarantined=steps.reason_of(next(iter(self.places.values()))),
         )
 
 
@@ -167,6 +169,36 @@ def listed_steps(root: ReadablePath) -> list[Step]:
     found = steps.listed(root)
     other = None if found else run_at(root)
     return found if other is None else other.listed()
+
+
+def naming_of(root: ReadablePath) -> Naming:
+    """How the steps of a root are called, whoever's they are; ours where it has none.
+
+    Raises:
+        CheckpointError: See :func:`listed_steps`.
+    """
+    other = None if steps.listed(root) else run_at(root)
+    return OWN if other is None else naming_by(other.trainer)
+
+
+def tracked_in(root: ReadablePath) -> list[int]:
+    """The step that a trainer's own tracker names, from which it would go on; none where there is none, or the steps are ours."""
+    other = None if steps.listed(root) else run_at(root)
+    named = None if other is None else other.tracked()
+    return [] if named is None else [named]
+
+
+def naming_by(trainer: Trainer) -> Naming:
+    """How a trainer calls the steps that lie in a root of its own."""
+
+    def listed(root: ReadablePath) -> list[Step]:
+        run = run_at(root)
+        return [] if run is None else run.listed()
+
+    def newest_first(root: ReadablePath) -> Iterator[Step]:
+        return (step for step in reversed(listed(root)) if not steps.is_hidden(step.path))
+
+    return Naming(manifest_of(trainer), trainer.step_of, listed, newest_first)
 
 
 def run_at(root: ReadablePath) -> TrainerRun | None:
