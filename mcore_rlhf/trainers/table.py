@@ -55,6 +55,8 @@ class Trainer:
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
         counters: Which file says how far the run is; None where its formats' own do.
+        second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where a run says, or nobody.
+        wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
@@ -75,6 +77,8 @@ class Trainer:
     data: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
+    second_group: tuple[str, ...] = ()
+    wants_schedule: bool = False
     formats: tuple[str, ...] = ()
     told: str = ""
 

@@ -41,7 +41,7 @@ def for_run(source: Source, options: WriteOptions) -> Source:
     """
     own = DcpState.of(source)
     layout = own.layout if own else _former_layout(source)
-    if options.run_of != OF_RLINF or layout is None or layout.rest == RLINF.rest:
+    if options.run_of.name != OF_RLINF or layout is None or layout.rest == RLINF.rest:
         return source
     return replace(source, family=replace(ModuleState.needed(source, "dcp").base(), laid_out={}))
 
@@ -173,11 +173,11 @@ def choose(source: Source, options: WriteOptions) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=RLINF.optimizer)
-    apart, known = NEMO_APART if options.run_of == NEMO_RL else (), own.layout if own else former
-    wanted = KEYS_OF.get(options.run_of)
+    apart, known = NEMO_APART if options.run_of.name == NEMO_RL else (), own.layout if own else former
+    wanted = KEYS_OF.get(options.run_of.name)
     if wanted is not None and (known is None or (known.model, known.style) != wanted):
         raise Unsupported(
-            f"{source.root}: has not the keys of a run of {options.run_of}, which asks for every one of its own when it loads\n"
+            f"{source.root}: has not the keys of a run of {options.run_of.name}, which asks for every one of its own when it loads\n"
             "--like FOLDER, a checkpoint that the run itself wrote, gives them."
         )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
