@@ -7,7 +7,7 @@ ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.formats.registry import is_model
@@ -220,7 +220,8 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
         if any(called_so(name)) and may_be_folder(root / name) and (written := writer_of(root / name)) is not None:
             trainer, number = written
             found[number] = TrainerStep(trainer, number, root / name, {"": root / name})
-    trainers = {one.trainer.title: one.trainer for one in found.values()}
+    known = {one.trainer.name: one.trainer for one in found.values()}
+    trainers = [one for one in known.values() if not any(one.name in other.over for other in known.values())]
     if len(trainers) > 1:
         listed = "; ".join(f"{one.folder.name} of {one.trainer.title}" for one in found.values())
         raise LayoutMismatch(
@@ -228,8 +229,9 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
         )
     if not trainers:
         return None
-    (trainer,) = trainers.values()
-    return TrainerRun(root, trainer, dict(sorted(found.items())), tuple(_aside(root, trainer)))
+    (trainer,) = trainers  # those that it saves with may have written some of its steps, as far as these show
+    steps_of = {number: replace(found[number], trainer=trainer) for number in sorted(found)}
+    return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)))
 
 
 def step_at(folder: ReadablePath) -> TrainerStep | None:

@@ -44,6 +44,8 @@ class Trainer:
         title: What its authors call it.
         steps: What a step's folder is called in the root: patterns with one field, ``{step}``; the first is the one that is written.
         marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
+        beside: Patterns, with ``{step}``, of what lies beside its steps in the root, of which one is there: what tells a step from those of
+            the trainer that it saves with, where nothing in the step does.
         over: Trainers that it saves with, whose files lie in its own steps as well.
         roles: Role → places in a step where its model may lie, the likeliest first; :data:`HERE` for the step's folder itself.
         by_role: Whether the root has a folder for each role, with steps in it; the places of roles are those folders then.
@@ -66,6 +68,7 @@ class Trainer:
     title: str
     steps: tuple[str, ...]
     marks: tuple[str, ...]
+    beside: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"actor": (HERE,)})
     by_role: bool = False
@@ -104,8 +107,11 @@ class Trainer:
         return _number(self._aside, name)
 
     def wrote(self, step: ReadablePath) -> bool:
-        """Whether a folder, which is called as a step is, has in it what this trainer leaves there."""
-        return any(lies_in(step, mark) for mark in self.marks)
+        """Whether a folder, which is called as a step is, has in it, or beside it, what this trainer leaves there."""
+        number = self.step_of(step.name)
+        return any(lies_in(step, mark) for mark in self.marks) or any(
+            lies_in(step.parent, mark.format(step=number)) for mark in self.beside
+        )
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
         """What it looks for in a step that is not there, so that it passes over it."""
