@@ -15,6 +15,8 @@ from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cu
 from .groups import STEP, completed
 
 SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "fsdp_version"
+ONE_SCHEDULER = (SCHEDULER, "scheduler")
+"""Keys of a lone one: RLinf's and torchtitan's, and prime-rl's (047eeea, ``src/prime_rl/trainer/ckpt.py``, ``AppState``)."""
 EPOCH = "last_epoch"
 _COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
 """Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
@@ -31,16 +33,17 @@ def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, 
     if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], dict):
         del other[SCHEDULERS]
         return dict(listed[0]), other
-    one = other.get(SCHEDULER)
-    if isinstance(one, dict) and EPOCH in one:
-        del other[SCHEDULER]
-        return dict(one), other
+    for key in ONE_SCHEDULER:
+        one = other.get(key)
+        if isinstance(one, dict) and EPOCH in one:
+            del other[key]
+            return dict(one), other
     return None, other
 
 
 def scheduler_key(rest: Mapping[str, object]) -> str:
     """Under which key a run keeps its scheduler: one, or a list of them."""
-    return SCHEDULER if SCHEDULER in rest else SCHEDULERS
+    return next((key for key in ONE_SCHEDULER if key in rest), SCHEDULERS)
 
 
 def iteration_of(

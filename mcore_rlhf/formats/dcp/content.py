@@ -16,7 +16,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
-from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, SCHEDULERS, VERSION, of_iteration, scheduler_state
+from mcore_rlhf.families.fsdp.state import ONE_SCHEDULER, RNG, SCHEDULERS, VERSION, of_iteration, scheduler_state
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
@@ -84,7 +84,8 @@ def _as_before(source: Source, choices: Choices) -> dict[str, object]:
         groups = laid_out.get("groups")
         known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
         scheduler = _of_run(scheduler_state(source), groups if known else None)
-        rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
+        key = laid_out.get("scheduler")
+        rest |= {str(key): scheduler} if key in ONE_SCHEDULER else {SCHEDULERS: [scheduler]}
     return rest
 
 

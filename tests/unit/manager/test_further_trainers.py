@@ -173,3 +173,6 @@ def test_prime_rls_files_are_its_run_by_name(tmp_path: Path) -> None:
         assert torch.equal(tensor_of(source, name, "master"), parameter.detach()), name
         assert torch.equal(tensor_of(source, name, "exp_avg"), optimizer.state[parameter]["exp_avg"]), name
     assert find(root, ReadOptions()).others == ("orchestrator/progress.pt",)
+    assert source.state.scheduler is not None
+    assert source.state.scheduler["last_epoch"] == 3
+    assert source.state.other["progress"] == {"step": 3, "total_tokens": 100, "total_samples": 10}
