@@ -18,6 +18,8 @@ SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "f
 ONE_SCHEDULER = (SCHEDULER, "scheduler")
 """Keys of a lone one: RLinf's and torchtitan's, and prime-rl's (047eeea, ``src/prime_rl/trainer/ckpt.py``, ``AppState``)."""
 EPOCH = "last_epoch"
+MOST_STEPS = 10**15
+"""No run comes so far; a folder's name has a place for more."""
 _COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
 """Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
 
@@ -85,9 +87,10 @@ def _at(value: Any, path: tuple[str, ...]) -> object:
 
 def _number(value: object) -> int | None:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if plain or (isinstance(value, SmallTensor) and value.numel() == 1):
-        return int(cast(float, value))
-    return None
+    if not plain and not (isinstance(value, SmallTensor) and value.numel() == 1):
+        return None
+    found = float(cast(float, value))
+    return int(cast(float, value)) if 0 <= found < MOST_STEPS else None  # neither is what is not a number
 
 
 MADE: Rule[Source] = Rule(

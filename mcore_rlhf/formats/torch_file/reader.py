@@ -18,7 +18,7 @@ from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, U
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
-from mcore_rlhf.families.fsdp.state import iteration_of
+from mcore_rlhf.families.fsdp.state import MOST_STEPS, iteration_of
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
@@ -29,6 +29,7 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
+from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .files import FILE, GROUPS, ITERATION, MODEL, NAME, OPTIMIZER, RECORD, SCHEDULER, STATE
 
@@ -143,6 +144,10 @@ class _SavedReader:
             if not isinstance(value, StoredTensor):
                 self.unplaced.look(FILE, {name: value}, {}, MODEL)
                 continue
+            if not isinstance(name, str):
+                raise Unsupported(
+                    f"{self.where}: {MODEL!r} has a tensor under {name!r:.60}, which is no name of a parameter"
+                )
             owner = first.setdefault((value.record.key, value.start, value.shape, value.strides), name)
             if owner == name or not value.shape:
                 tensors[name] = value
@@ -164,10 +169,20 @@ class _SavedReader:
             for key, value in values.items():
                 if isinstance(value, StoredTensor) and key != STEP and value.shape:
                     found.setdefault(str(number), {})[key] = value
-                else:
-                    self.collected.scalars.setdefault(str(number), {})[key] = self.opened.materialize(value)
+                elif value is not None:  # a momentum that an older SGD has not begun
+                    self.collected.scalars.setdefault(str(number), {})[key] = self._scalar(number, key, value)
         names = self._names(groups, tensors, shared, found)
         return {names[number]: states for number, states in found.items() if number in names}
+
+    def _scalar(self, number: object, key: object, value: object) -> object:
+        """What is kept once per parameter: a number, or a tensor of one."""
+        found = self.opened.materialize(value)
+        if type(found) in (int, float, bool) or (isinstance(found, SmallTensor) and found.numel() == 1):
+            return found
+        raise Unsupported(
+            f"{self.where}: {key!r:.60} of the optimizer's parameter {number!r:.60} is a {type(found).__name__}, which no group can have\n"
+            "--no-optimizer takes the weights alone."
+        )
 
     def _parts_of(self, stored: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:
         groups, kept = (stored.get(key) for key in (GROUPS, STATE)) if isinstance(stored, Mapping) else (None, None)
@@ -204,7 +219,12 @@ class _SavedReader:
         for number, group in enumerate(groups):
             own = said[number] if isinstance(said, list) and number < len(said) else None
             members = group.get(PARAMS)
-            if not isinstance(own, list) or not isinstance(members, list) or len(own) != len(members):
+            if (
+                not isinstance(own, list)
+                or not all(name is None or isinstance(name, str) for name in own)
+                or not isinstance(members, list)
+                or len(own) != len(members)
+            ):
                 raise LayoutMismatch(f"{self.where}: {RECORD!r} does not describe the parameters of {OPTIMIZER!r}")
             yield group, own
 
@@ -230,7 +250,12 @@ class _SavedReader:
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
         step = iteration_of(named_step(self.path), other, state, groups, self.notes)
-        if type(other.get(ITERATION)) is int:
+        said = other.get(ITERATION)
+        if type(said) is int:
+            if not 0 <= said < MOST_STEPS:
+                raise LayoutMismatch(
+                    f"{self.where}: {ITERATION} is {said:.3g}, where no run comes\nThe file is damaged or forged."
+                )
             del other[ITERATION]
         return TrainingState(step, groups=groups, scheduler=state, other=other)
 

@@ -278,14 +278,17 @@ class _TorchTarget:
             found[SCHEDULER] = {**run, **made}
         elif stored is not None and self.source.format == NAME:
             found[SCHEDULER] = stored
+        return {**found, ITERATION: self.source.state.iteration, **self.own}
+
+    @cached_property
+    def own(self) -> dict[str, object]:
+        """Values under keys of their own that any script can read."""
         other = self.source.state.other.items()
-        own = {key: value for key, value in other if key not in PARTS and _is_loadable(key) and _is_loadable(value)}
-        counter = {ITERATION: self.source.state.iteration}
-        return {**found, **counter, **own}
+        return {key: value for key, value in other if key not in PARTS and _is_loadable(value)}
 
     def sidecar(self) -> Sidecar:
         """What the file has no place for."""
-        other = {key: value for key, value in self.source.state.other.items() if key not in self.parts}
+        other = {key: value for key, value in self.source.state.other.items() if key not in self.own}
         state = replace(self.source.state, other=other)
         specs, dtype = self.source.model.params, self.dtype
         dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
