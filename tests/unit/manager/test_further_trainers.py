@@ -176,3 +176,20 @@ def test_prime_rls_files_are_its_run_by_name(tmp_path: Path) -> None:
     assert source.state.scheduler is not None
     assert source.state.scheduler["last_epoch"] == 3
     assert source.state.other["progress"] == {"step": 3, "total_tokens": 100, "total_samples": 10}
+
+
+def test_accelerates_schedule_beside_the_tag_is_the_runs(tmp_path: Path) -> None:
+    """``scheduler.bin`` is torch's own; DeepSpeed's files have none. Where it cannot be whose it is said to be, it stays a file."""
+    root = tmp_path / "step_3"
+    shutil.copytree(GOLDENS / "trainers" / "ac_ds2" / "step_3", root)
+    stored = torch.load(root / "scheduler.bin", weights_only=True)
+    source = open_checkpoint(root, ReadOptions())
+    assert source.state.scheduler == stored
+    assert "scheduler.bin" in [file.path for file in source.files]
+    assert open_checkpoint(root, ReadOptions(optimizer=False)).state.scheduler is None
+    damage = bytearray((root / "scheduler.bin").read_bytes())
+    damage[damage.index(b"base_lrs")] ^= 1
+    (root / "scheduler.bin").write_bytes(damage)
+    assert not verify(root, ReadOptions()).intact
+    shutil.copytree(root / "pytorch_model", root / "another")
+    assert open_checkpoint(root, ReadOptions()).state.scheduler is None
