@@ -320,9 +320,9 @@ def _lacks_schedule(p: Passage) -> bool:
     """Whether a trainer's loader, which takes a LambdaLR's state from every file with an optimizer, would find none."""
     if not p.write.run_of.wants_schedule or p.module is None or p.source.optimizer is None:
         return False
-    from .fsdp.state import EPOCH
+    from .fsdp.state import is_of_one
 
-    return EPOCH not in (p.source.state.scheduler or {})
+    return not is_of_one(p.source.state.scheduler)
 
 
 def _with_schedule(p: Passage) -> Source:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
-from mcore_rlhf.families.fsdp.state import EPOCH, RNG, VERSION
+from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
@@ -159,6 +159,11 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
                 for key, value in own.items()
             }
         return own
+    if PARTS in run:
+        notes.add(
+            Fate.DERIVED, "lr_scheduler: as the run has it, at its step: it is made of several, and the source's is not"
+        )
+        return run
     last = rates if len(rates) == count else rates[:1] * count
     notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups")
     return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}

@@ -34,7 +34,7 @@ from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
 from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, check_groups, completed, own_scalars
 from mcore_rlhf.families.fsdp.order import ordered
-from mcore_rlhf.families.fsdp.state import MADE, scheduler_state
+from mcore_rlhf.families.fsdp.state import EPOCH, MADE, scheduler_state
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of
 from mcore_rlhf.families.module import USE_MUON, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -273,7 +273,9 @@ class _TorchTarget:
         found: dict[str, object] = {}
         stored = self.source.state.scheduler
         if self.optimizer:
-            made = {key: value for key, value in scheduler_state(self.scheduled).items() if _is_loadable(value)}
+            own = self.scheduled.state.scheduler or {}
+            state = own if EPOCH in own else scheduler_state(self.scheduled)
+            made = {key: value for key, value in state.items() if _is_loadable(value)}
             run = {} if self.like is None else dict(self.like.state.scheduler or {})
             found[SCHEDULER] = {**run, **made}
         elif stored is not None and self.source.format == NAME:
@@ -346,7 +348,7 @@ _NO_ORDER: Rule[Sequence[str]] = Rule(
     list,
 )
 _RULES: tuple[Rule[_TorchTarget], ...] = (
-    MADE.of_part(lambda t: t.scheduled if t.optimizer else None),
+    MADE.of_part(lambda t: t.scheduled if t.optimizer and EPOCH not in (t.scheduled.state.scheduler or {}) else None),
     Rule(Fate.LOST, "fp32 masters: the parameters become {0.dtype}, and torch's optimizers have no other place for them",
          lambda t: t.optimizer and t.dtype is not None and t.dtype.itemsize != 4 and MASTER in t.source.states,
          [Item(Kind.TENSOR, MASTER)]),

@@ -14,8 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import LayoutMismatch
-from mcore_rlhf.families.options import ConvertOptions, ReadOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.formats.dcp.state import DcpState
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run.adopt import adopt
@@ -193,3 +195,38 @@ def test_accelerates_schedule_beside_the_tag_is_the_runs(tmp_path: Path) -> None
     assert not verify(root, ReadOptions()).intact
     shutil.copytree(root / "pytorch_model", root / "another")
     assert open_checkpoint(root, ReadOptions()).state.scheduler is None
+
+
+NEMO = GOLDENS / "trainers" / "nm_v1" / "step_3" / "policy"
+
+
+def test_nemo_rls_schedule_goes_on_in_torchs(tmp_path: Path) -> None:
+    """DTensor v1's ``optim.sched``, of a warm-up and what follows it: torch's own takes it, and goes on as it would have."""
+    convert(NEMO, tmp_path / "out", ConvertOptions(to="torch", fsync=False))
+    state = torch.load(tmp_path / "out" / "state.pt", weights_only=True)["scheduler"]
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=10**10)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, constant], milestones=[4])
+    scheduler.load_state_dict(state)
+    assert scheduler.get_last_lr() == pytest.approx([0.00775])
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.01])
+
+
+def test_nemo_rls_schedule_comes_back_and_is_nobody_elses(tmp_path: Path) -> None:
+    for between in ("deepspeed", "torch"):
+        convert(NEMO, tmp_path / between, ConvertOptions(to=between, fsync=False))
+        like = ConvertOptions(to="dcp", fsync=False, write=WriteOptions(like=str(NEMO)))
+        convert(tmp_path / between, tmp_path / f"{between}-back", like)
+        first, back = open_checkpoint(NEMO, ReadOptions()), open_checkpoint(tmp_path / f"{between}-back", ReadOptions())
+        assert isinstance(first.family, DcpState)
+        assert isinstance(back.family, DcpState)
+        assert back.family.rest["optim"] == first.family.rest["optim"]
+        assert back.state.scheduler == first.state.scheduler
+    job = convert(NEMO, tmp_path / "verl", ConvertOptions(to="fsdp-ranks", fsync=False))
+    assert any(text.startswith("lr_scheduler: torch's, at last_epoch 3") for _, text in job.report.lines)
+    state = torch.load(next((tmp_path / "verl").glob("extra_state_*rank_0.pt")), weights_only=False)["lr_scheduler"]
+    assert {"base_lrs", "last_epoch", "lr_lambdas"} <= state.keys()
+    assert "_schedulers" not in state
