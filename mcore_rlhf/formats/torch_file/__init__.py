@@ -22,7 +22,7 @@ class TorchFormat(Format):
 
     name = NAME
     takes = (Takes.DTYPE, Takes.LIKE)
-    own_sidecar = True
+    own_sidecar = holds_adapters = True
     markers = (FILE,)
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:

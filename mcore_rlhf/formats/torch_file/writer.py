@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 from mcore_rlhf.core.account import Report
@@ -279,7 +280,7 @@ class _TorchTarget:
             run = {} if self.like is None else dict(self.like.state.scheduler or {})
             found[SCHEDULER] = {**run, **made}
         elif stored is not None and self.source.format == NAME:
-            found[SCHEDULER] = stored
+            found[SCHEDULER] = {key: value for key, value in stored.items() if _is_loadable(value)}
         return {**found, ITERATION: self.source.state.iteration, **self.own}
 
     @cached_property
@@ -309,10 +310,7 @@ class _File:
 
     def add(self, name: TensorName, shape: Shape, dtype: DType) -> StoredTensor:
         """One more."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        record = Record(FILE, f"data/{len(self.entries)}", dtype, numel, 0)
+        record = Record(FILE, f"data/{len(self.entries)}", dtype, prod(shape), 0)
         self.entries.append(TensorEntry(name, shape, dtype, (Chunk.whole(record, shape),)))
         return StoredTensor.whole(record, shape)
 

@@ -12,12 +12,13 @@ import torch
 
 from mcore_rlhf import CheckpointManager, TorchEngine
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.core.catalog import MASTER
+from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.subject import find
+from tests.helpers.catalog_values import tensor_of
 from tests.unit.engines.plain_files import save, save_without_names
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -237,3 +238,13 @@ def _written(source: Path, target: Path, **write: Any) -> dict[str, Any]:
     to_torch(source, target, **write)
     found: dict[str, Any] = torch.load(target / "state.pt", weights_only=True)
     return found
+
+
+def test_an_adapter_goes_there_and_back(tmp_path: Path) -> None:
+    source = GOLDENS / "peft" / "adapter"
+    assert to_torch(source, tmp_path / "torch").lossless
+    assert convert(tmp_path / "torch", tmp_path / "peft", ConvertOptions(to="peft", fsync=False)).lossless
+    first, back = (open_checkpoint(path, ReadOptions()) for path in (source, tmp_path / "peft"))
+    assert first.model.params == back.model.params
+    for spec in first.model.params:
+        assert torch.equal(tensor_of(first, spec.name, PARAM), tensor_of(back, spec.name, PARAM)), spec.name
