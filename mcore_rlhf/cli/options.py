@@ -29,8 +29,8 @@ from .guard import DEBUG, JSON, PROGRESS
 from .mistyped import answered
 
 FORMATS = (
-    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO), universal, dcp, fsdp-ranks, hf, hf-trainer, hf-accelerate, peft; "
-    "they are detected, and so is TorchEngine's state.pt, which is read alone."
+    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO), universal, dcp, fsdp-ranks, hf, hf-trainer, hf-accelerate, peft, "
+    "torch (state.pt of torch.save; Megatron's --ckpt-format torch is megatron); they are detected."
 )
 
 EXAMPLES: dict[str, tuple[str, ...]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -19,9 +20,10 @@ from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.events import EVENTS_NAME
 from mcore_rlhf.manager.run.failed import FAILED, FailedSave
 from mcore_rlhf.manager.run.mirror_status import STATUS, MirrorStatus
+from mcore_rlhf.manager.run.naming import Naming
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
-from mcore_rlhf.manager.runs import listed_steps, step_at
+from mcore_rlhf.manager.runs import listed_steps, naming_of, step_at, tracked_in
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
 from mcore_rlhf.storage.patience import is_there
@@ -58,9 +60,9 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
     if quarantine is not None and quarantine == release:
         raise UsageError(f"--quarantine {quarantine} and --release {release} contradict each other")
     if release is not None:
-        steps.release(steps.step_folder(root, release))
+        steps.release(naming_of(root).folder_of(root, release))
     if quarantine is not None:
-        steps.quarantine(steps.step_folder(root, quarantine), reason)
+        steps.quarantine(naming_of(root).folder_of(root, quarantine), reason)
     found, mirror = _with_advice(listed_steps(root)), MirrorStatus.read(root) if isinstance(root, Path) else None
     if json:
         emit_json([step_facts(step, mirror) for step in found])
@@ -238,12 +240,14 @@ def prune(
         click.exceptions.Exit: With code 1, where something could not be deleted.
     """
     root = require_root(given)
-    _require_metrics(root, policy)
-    if verified and not dry_run and retention.plan_deletions(root, policy, include_damaged=include_damaged):
-        _verify_newest(root)
-    cleaned = [] if dry_run else retention.clean_up(root)
-    planned = retention.plan_deletions(root, policy, include_damaged=include_damaged)
-    deleted = planned if dry_run else retention.apply(root, planned)
+    naming, tracked = naming_of(root), tracked_in(root)
+    plan = partial(retention.plan_deletions, root, policy, tracked, include_damaged=include_damaged, naming=naming)
+    _require_metrics(naming.listed(root), root, policy)
+    if verified and not dry_run and plan():
+        _verify_newest(root, naming)
+    cleaned = [] if dry_run else retention.clean_up(root, naming=naming)
+    planned = plan()
+    deleted = planned if dry_run else retention.apply(root, planned, naming)
     facts = _pruned_facts(root, planned, deleted, cleaned, dry_run)
     if json:
         emit_json(facts)
@@ -282,13 +286,13 @@ def prune_dead(given: Path, dry_run: bool, json: bool) -> None:
         say(f"  {one}")
 
 
-def _require_metrics(root: ReadablePath, policy: Retention) -> None:
+def _require_metrics(there: Sequence[Step], root: ReadablePath, policy: Retention) -> None:
     """A metric that no step has is a slip of the pen.
 
     Raises:
         UsageError: There is one; the known ones are named.
     """
-    known = sorted({name for step in steps.committed(root) for name in step.metrics})
+    known = sorted({name for step in there if step.resumable for name in step.metrics})
     for rule in policy.keep:
         if isinstance(rule, KeepBest) and rule.metric not in known:
             hint = did_you_mean(rule.metric, known)
@@ -298,18 +302,18 @@ def _require_metrics(root: ReadablePath, policy: Retention) -> None:
             )
 
 
-def _verify_newest(root: ReadablePath) -> None:
+def _verify_newest(root: ReadablePath, naming: Naming) -> None:
     """Sizes alone say that it is committed; the steps that would go may be the only ones that can be read.
 
     Raises:
         Corrupt: A byte of it is not what was written.
         Unreadable: It cannot be read.
     """
-    newest = steps.newest(root)
+    newest = naming.newest(root)
     if newest is None:
         return
     with shown_progress() as progress:
-        found = check_manifest(newest.path, steps.read_manifest(newest.path), progress)
+        found = check_manifest(newest.path, steps.read_manifest(newest.path, naming.manifest), progress)
     Problems(found).raise_if_unread()
     if found:
         raise Corrupt(
@@ -325,15 +329,17 @@ def _pruned_facts(
     root: ReadablePath, planned: Sequence[Deletion], deleted: Sequence[Deletion], cleaned: Sequence[str], dry_run: bool
 ) -> Facts:
     """``root``; ``dry_run``; ``deleted`` and ``failed`` (``step``, ``path``, ``bytes``, ``reason``); ``kept`` (numbers of all
-    other steps); ``bytes`` deleted; ``cleaned`` (what dead processes had left).
+    other steps); ``foreign`` (those of them that have no manifest, and go by no rule); ``bytes`` deleted; ``cleaned`` (what dead
+    processes had left).
     """
-    gone = {deletion.step for deletion in deleted}
+    gone, there = {deletion.step for deletion in deleted}, listed_steps(root)
     return {
         "root": str(root),
         "dry_run": dry_run,
         "deleted": [_deletion_facts(deletion) for deletion in deleted],
         "failed": [_deletion_facts(deletion) for deletion in planned if deletion.step not in gone],
-        "kept": sorted({step.step for step in steps.listed(root)} - gone),
+        "kept": sorted({step.step for step in there} - gone),
+        "foreign": sorted({step.step for step in there if step.state == "foreign"}),
         "bytes": sum(deletion.nbytes for deletion in deleted),
         "cleaned": list(cleaned),
     }
@@ -360,6 +366,9 @@ def _print_pruned(facts: Facts) -> None:
     if facts["failed"]:
         say("not deleted: " + ", ".join(str(gone["step"]) for gone in facts["failed"]))
     say("kept: " + (", ".join(map(str, facts["kept"])) or "nothing"))
+    if facts["foreign"]:
+        listed = ", ".join(map(str, facts["foreign"]))
+        say(f"without a manifest, so that no rule counts or deletes them: {listed}; mcore-rlhf adopt gives a step one")
 
 
 def adopt_step(given: Path, options: ReadOptions, deep: bool, workers: int, json: bool) -> None:

@@ -16,7 +16,7 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
-from mcore_rlhf.formats.dcp.folders import ONE_FILE
+from mcore_rlhf.formats.torch_file import FILE as FILE
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
 
@@ -37,8 +37,6 @@ from .save import Alive, LiveTree, Memory, given_otherwise, makes_its_state, of_
 from .stateful import Stateful as Stateful
 from .stateful import Undo, copied, no_bytes, refuse_unsavable, refuse_unwritable, tensors_in
 from .until_step import UntilStep
-
-FILE = ONE_FILE
 
 
 class TorchEngine:

@@ -59,6 +59,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class RunOf:
+    """For whose run a target is: what its trainer makes, whatever the run is; empty for none.
+
+    Args:
+        name: The trainer.
+        second_group: Parts of the names of parameters that its optimizer has in a param group of their own; empty where nobody knows.
+        wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
+    """
+
+    name: str = ""
+    second_group: tuple[str, ...] = ()
+    wants_schedule: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WriteOptions(FolderOptions):
     """What a target is to be, and for whose run (``run_of``); None keeps what the source has. A folder that is a URL is a UsageError."""
 
@@ -245,7 +260,7 @@ class WriteOptions(FolderOptions):
         name="ignore_field",
     )
     rules: Rules = field(default_factory=Rules, metadata={"option": RULES_ROW})
-    run_of: str = ""
+    run_of: RunOf = field(default_factory=RunOf)
 
     def __post_init__(self) -> None:
         for given in (self.reference_config, self.tokenizer, self.generation_config, self.base_model, self.like):

@@ -282,11 +282,7 @@ def _as_run(p: Passage) -> Source:
 
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
-    if p.module is None or not p.write.run_of or p.write.like is not None or p.source.optimizer is None:
-        return False
-    from .crossing.going_on import GROUPS_OF
-
-    if p.write.run_of not in GROUPS_OF:
+    if p.module is None or not p.write.run_of.second_group or p.write.like is not None or p.source.optimizer is None:
         return False
     own = p.to.lays_out_keys and p.source.format == p.to.name
     return not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
@@ -321,12 +317,12 @@ def _with_lambdas(p: Passage) -> Source:
 
 
 def _lacks_schedule(p: Passage) -> bool:
-    """Whether OpenRLHF's loader, which takes a LambdaLR's state from every file with an optimizer, would find none."""
-    if p.write.run_of != "openrlhf" or p.module is None or p.source.optimizer is None:
+    """Whether a trainer's loader, which takes a LambdaLR's state from every file with an optimizer, would find none."""
+    if not p.write.run_of.wants_schedule or p.module is None or p.source.optimizer is None:
         return False
-    from .fsdp.state import EPOCH
+    from .fsdp.state import is_of_one
 
-    return EPOCH not in (p.source.state.scheduler or {})
+    return not is_of_one(p.source.state.scheduler)
 
 
 def _with_schedule(p: Passage) -> Source:
@@ -374,7 +370,7 @@ NAMES = (
     Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
     Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
-    Pass("a schedule for OpenRLHF", _lacks_schedule, _with_schedule),
+    Pass("a schedule that is asked for", _lacks_schedule, _with_schedule),
     Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),

@@ -14,15 +14,16 @@ from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems
-from mcore_rlhf.families.inventory import WAITING
+from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, config_in
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, beside, sidecar_files
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
+from mcore_rlhf.storage.pt import read_pt
 
 from .base import Format, Target
 
@@ -40,6 +41,12 @@ _TOKENIZER = "tokenizer"
 (``save_tokenizer_assets``)."""
 _TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
+_SCHEDULES = ("scheduler.bin", "scheduler.pt")
+"""Beside the folder of a tag, where the schedule is no scheduler of DeepSpeed's.
+
+Sources: accelerate 1.15.0, ``checkpointing.py`` (``save_accelerator_state``); transformers 5.23.0, ``trainer.py``
+(``_save_optimizer_and_scheduler``).
+"""
 _SHOWN = 20
 
 
@@ -54,6 +61,8 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         stubs: Further classes that may become inert stubs.
     """
     source = replace(source, of_run=_of_run(source, stubs))
+    if known is not None and known.tags:
+        source = _with_schedule(source, stubs)
     source = source if known is not None and known.own_sidecar else _with_origin(source, stubs)
     if known is not None and known.model_folder:
         opened = {file.path for file in source.files} - {CONFIG}
@@ -73,6 +82,19 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
     family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
     return replace(source, carried=carried, family=family)
+
+
+def _with_schedule(source: Source, stubs: Sequence[str]) -> Source:
+    """A run of DeepSpeed's with the schedule that its trainer keeps beside the folder of the tag."""
+    found = [name for name in _SCHEDULES if (source.root / name).is_file()]
+    if source.optimizer is None or source.state.scheduler is not None or len(_tags(source)) != 1 or len(found) != 1:
+        return source
+    (name,) = found
+    opened = read_pt(source.root, name, stubs=stubs)
+    held = state_dict_of(opened.materialize(opened.tree), name, source.notes)
+    source.notes.through([_SCHEDULED], [name] if held is not None else [])
+    state = replace(source.state, scheduler=None if held is None else dict(held))
+    return replace(source, state=state, files=(*source.files, StoredFile.of_zip(name, opened.directory)))
 
 
 def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
@@ -111,7 +133,8 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
     """
     if source.carried is not None and source.carried.of_model:
         return ()
-    own, step = _step_folder(file.path for file in source.files), step_of(source)
+    placed = (file.path for file in source.files if "/" in file.path or not _is_trainers(source.root))
+    own, step = _step_folder(placed), step_of(source)
     opened = {str(PurePosixPath(file.path).relative_to(step)) for file in source.files}
     taken = [FOLDER]
     beside, folder = None if source.carried is None else source.carried.folder, source.root / step
@@ -193,6 +216,7 @@ def _listed(paths: Iterable[str]) -> str:
 
 GO_ALONG: Rule[Mapping[str, ReadablePath]] = Rule(Fate.KEPT, "{found}: byte for byte", _listed)
 """What is said of files that are taken over."""
+_SCHEDULED: Rule[list[str]] = Rule(Fate.NOTE, "lr_scheduler: from {found}, beside the folder of the tag", _listed)
 _BESIDE: Rule[list[str]] = Rule(Fate.NOTE, "the optimizer lies beside the weights, and is not read: {found}", _listed)
 """Of weights whose optimizer is there; what becomes of it is the account's to say."""
 

@@ -39,7 +39,7 @@ from mcore_rlhf.trainers.known import TRAINERS
 from .base import Format
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
-from .dcp import APART, TORCH
+from .dcp import APART
 from .dcp import FORMAT as DCP
 from .deepspeed import FORMAT as DEEPSPEED
 from .fsdp_ranks import FORMAT as FSDP_RANKS
@@ -48,16 +48,17 @@ from .hf_trainer import HfAccelerateFormat, HfTrainerFormat
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT
+from .torch_file import FORMAT as TORCH
 from .universal import FORMAT as UNIVERSAL
 
 _WEIGHTS = (HF, PEFT, APART)
 HF_TRAINER, HF_ACCELERATE = HfTrainerFormat(_WEIGHTS), HfAccelerateFormat(_WEIGHTS)
 FORMATS: tuple[Format, ...] = (
-    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT,
+    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,
 )  # fmt: skip
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
-"""What an engine of ours keeps as it likes: read, and written by that engine alone. In a step beside models of other formats, it goes
-along as it is."""
+"""What an engine of ours keeps of any module, which may be none that other formats have: in a step beside models of these, it goes along
+as it is."""
 
 _SHOWN = 5
 _PARTS_DEEP = 3
@@ -266,7 +267,7 @@ def detect(path: ReadablePath) -> Format:
     Raises:
         NotACheckpoint: No known format.
     """
-    found = format_at(path, (*FORMATS, *OF_ENGINES))
+    found = format_at(path, FORMATS)
     if found is not None:
         return found
     refuse_local(path)
@@ -278,7 +279,7 @@ def detect(path: ReadablePath) -> Format:
         f"Expected a folder with {TRACKER} and iter_XXXXXXX folders, or an iter_XXXXXXX folder itself; "
         "or DeepSpeed's: one with 'latest' or 'latest_universal', or the folder of a tag; or FSDP's: .metadata beside .distcp files, "
         "dcp_checkpoint, model_world_size_W_rank_R.pt; or a folder with config.json and safetensors, or an adapter_config.json; "
-        "or TorchEngine's state.pt."
+        "or a state.pt with a model in it, as TorchEngine and torch.save write it."
     )
 
 
@@ -319,7 +320,7 @@ def roles_in(path: ReadablePath) -> list[str]:
 
 def is_model(path: ReadablePath) -> bool:
     """Whether a folder is a checkpoint of one model, in a format that is read."""
-    return format_at(path, (*FORMATS, *OF_ENGINES)) is not None
+    return format_at(path, FORMATS) is not None
 
 
 def models_in(step: ReadablePath, but: Collection[str] = ()) -> dict[str, ReadablePath]:
@@ -330,7 +331,7 @@ def models_in(step: ReadablePath, but: Collection[str] = ()) -> dict[str, Readab
         but: Names of folders that are none.
     """
     children = [child for child in sorted(step.iterdir()) if child.is_dir() and child.name not in but]
-    for formats in (FORMATS, OF_ENGINES):
+    for formats in ([one for one in FORMATS if one not in OF_ENGINES], OF_ENGINES):
         if found := {child.name: child for child in children if format_at(child, formats) is not None}:
             return found
     return {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.option_types import Takes
-from mcore_rlhf.families.options import ConvertOptions
+from mcore_rlhf.families.options import ConvertOptions, RunOf
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
@@ -55,7 +55,8 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(getattr(options.write, name) is not None for name in _LAYOUTS)
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    return replace(options, to=to, trainer=trainer.name, write=replace(options.write, run_of=trainer.name))
+    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule)
+    return replace(options, to=to, trainer=trainer.name, write=replace(options.write, run_of=run))
 
 
 @dataclass(slots=True)

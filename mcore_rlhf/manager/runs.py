@@ -7,7 +7,7 @@ ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.formats.registry import is_model
@@ -19,6 +19,7 @@ from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
 from mcore_rlhf.trainers.table import HERE, Trainer
 
 from .run import steps
+from .run.naming import OWN, Naming
 from .run.steps import Step
 
 
@@ -109,6 +110,7 @@ class TrainerStep:
             tuple(self.models()),
             steps.changed(next(iter(self.places.values()))),
             why if missing else f"a step of {self.trainer.title}, which has no {self.manifest}",
+            quarantined=steps.reason_of(next(iter(self.places.values()))),
         )
 
 
@@ -169,6 +171,36 @@ def listed_steps(root: ReadablePath) -> list[Step]:
     return found if other is None else other.listed()
 
 
+def naming_of(root: ReadablePath) -> Naming:
+    """How the steps of a root are called, whoever's they are; ours where it has none.
+
+    Raises:
+        CheckpointError: See :func:`listed_steps`.
+    """
+    other = None if steps.listed(root) else run_at(root)
+    return OWN if other is None else naming_by(other.trainer)
+
+
+def tracked_in(root: ReadablePath) -> list[int]:
+    """The step that a trainer's own tracker names, from which it would go on; none where there is none, or the steps are ours."""
+    other = None if steps.listed(root) else run_at(root)
+    named = None if other is None else other.tracked()
+    return [] if named is None else [named]
+
+
+def naming_by(trainer: Trainer) -> Naming:
+    """How a trainer calls the steps that lie in a root of its own."""
+
+    def listed(root: ReadablePath) -> list[Step]:
+        run = run_at(root)
+        return [] if run is None else run.listed()
+
+    def newest_first(root: ReadablePath) -> Iterator[Step]:
+        return (step for step in reversed(listed(root)) if not steps.is_hidden(step.path))
+
+    return Naming(manifest_of(trainer), trainer.step_of, listed, newest_first)
+
+
 def run_at(root: ReadablePath) -> TrainerRun | None:
     """The run whose root a folder is; None where it is none of another trainer's.
 
@@ -188,7 +220,8 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
         if any(called_so(name)) and may_be_folder(root / name) and (written := writer_of(root / name)) is not None:
             trainer, number = written
             found[number] = TrainerStep(trainer, number, root / name, {"": root / name})
-    trainers = {one.trainer.title: one.trainer for one in found.values()}
+    known = {one.trainer.name: one.trainer for one in found.values()}
+    trainers = [one for one in known.values() if not any(one.name in other.over for other in known.values())]
     if len(trainers) > 1:
         listed = "; ".join(f"{one.folder.name} of {one.trainer.title}" for one in found.values())
         raise LayoutMismatch(
@@ -196,8 +229,9 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
         )
     if not trainers:
         return None
-    (trainer,) = trainers.values()
-    return TrainerRun(root, trainer, dict(sorted(found.items())), tuple(_aside(root, trainer)))
+    (trainer,) = trainers  # those that it saves with may have written some of its steps, as far as these show
+    steps_of = {number: replace(found[number], trainer=trainer) for number in sorted(found)}
+    return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)))
 
 
 def step_at(folder: ReadablePath) -> TrainerStep | None:

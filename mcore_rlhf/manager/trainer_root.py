@@ -6,26 +6,27 @@ Its steps are called as the trainer calls them (``checkpoint-50``, ``step-50``).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.errors import NotACheckpoint, Unsupported
 from mcore_rlhf.storage.beneath import remove
 from mcore_rlhf.storage.manifest import is_newer
 from mcore_rlhf.storage.patience import names_in
-from mcore_rlhf.storage.transactions import recover
 from mcore_rlhf.trainers.table import Trainer
 
-from .run import steps
+from .run import retention, steps
+from .run.naming import Naming
 from .run.options import Reporter
-from .run.retention import Retention, is_of_this_run, planned, remove_folder
+from .run.retention import LEFTOVER, Retention
 from .run.steps import Step
-from .runs import manifest_of, run_at
+from .runs import naming_by
 
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<what>lock|old|partial)-(?P<transaction>.+)")
-_SHOWN = 10
+_GOING_ON = (
+    "Resume from them, or give this run a folder of its own; or say that it goes on among them: "
+    "StepOptions(on_existing='continue'), which puts newer steps than it saves in quarantine."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,14 @@ class TrainerRoot:
     trainer: Trainer
 
     @property
+    def naming(self) -> Naming:
+        """How its steps are called."""
+        return naming_by(self.trainer)
+
+    @property
     def manifest(self) -> str:
         """What the manifest is called in a step."""
-        return manifest_of(self.trainer)
+        return self.naming.manifest
 
     def folder_of(self, step: int) -> Path:
         """Where a step appears."""
@@ -56,8 +62,7 @@ class TrainerRoot:
             LayoutMismatch: Some are another trainer's.
             StorageError: It cannot be listed.
         """
-        run = run_at(self.path)
-        return [] if run is None else [step for step in run.listed() if not steps.is_hidden(step.path)]
+        return [step for step in self.naming.listed(self.path) if not steps.is_hidden(step.path)]
 
     def is_replaceable(self, folder: Path) -> bool:
         """Whether a folder that is called as a step is one, so that the step may be saved again: the trainer would write over it."""
@@ -66,20 +71,8 @@ class TrainerRoot:
         )
 
     def refuse_others(self) -> None:
-        """Refuse to save among the steps of another run, which rules on what to keep would count, and delete.
-
-        Raises:
-            UsageError: There are committed steps, and this run has neither loaded nor written any of them.
-        """
-        there = [] if is_of_this_run(self.path) else self.listed()
-        found = [step.step for step in there if step.resumable]
-        if found:
-            raise UsageError(
-                f"{self.path}: holds committed steps that this run has neither loaded nor written "
-                f"({', '.join(map(str, found[-_SHOWN:]))})\n"
-                "Resume from them, or give this run a folder of its own; or say that it goes on among them: "
-                "StepOptions(on_existing='continue'), which puts newer steps than it saves in quarantine."
-            )
+        """See :func:`.run.retention.refuse_others`."""
+        retention.refuse_others(self.path, self.naming, _GOING_ON)
 
     def candidates(self, reporter: Reporter) -> list[Step]:
         """The steps that a run may go on from, newest first; those that are passed over are said.
@@ -120,28 +113,14 @@ class TrainerRoot:
             reporter.say("skip", step.step, f"{step.path.name} is not resumed from: {why}")
 
     def leave_behind(self, step: int, own: Collection[int], went_back_to: int | None) -> list[int]:
-        """Put committed steps in quarantine that are not this run's and newer than where it goes on from: they are another future's.
-
-        Returns:
-            Their numbers.
-        """
-        limit = step if went_back_to is None else min(step, went_back_to)
-        found = [one for one in self.listed() if one.step > limit and one.step not in own and one.resumable]
-        for one in found:
-            steps.note(one.path, f"left behind by a run that saved step {step} after it")
-        return [one.step for one in found]
+        """See :func:`.run.retention.leave_behind`."""
+        return retention.leave_behind(self.path, step, own, went_back_to, self.naming)
 
     def retire(self, keep: Retention, protect: Collection[int], reporter: Reporter) -> None:
         """Delete the committed steps that no rule keeps; the newest one never, nor one that others wrote."""
-        for deletion in planned(self.listed(), keep, protect):
-            newest = max((step.step for step in self.listed() if step.resumable), default=-1)
-            if newest <= deletion.step:
-                return
-            try:
-                remove_folder(deletion.path)
-                reporter.say("delete", deletion.step, deletion.reason, bytes=deletion.nbytes)
-            except CheckpointError as error:
-                reporter.say("failed", deletion.step, f"could not be deleted: {error}")
+        planned = retention.plan_deletions(self.path, keep, protect, naming=self.naming)
+        for gone in retention.apply(self.path, planned, self.naming):
+            reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
 
     def clean_up(self) -> list[str]:
         """Remove what dead processes left half-written, and put back what they had moved aside; for the holder of the root's lock.
@@ -149,17 +128,12 @@ class TrainerRoot:
         Returns:
             What was done, one line each.
         """
-        done, found = list[str](), [match for name in names_in(self.path) if (match := _LEFTOVER.fullmatch(name))]
-        for name in sorted({match["name"] for match in found}):
-            if self.trainer.step_of(name) is not None:
-                done += recover(self.path / name, self.manifest, alone=True)
-        for match in found:  # a lock is made first and removed last: without one, a power failure took it
+        done = retention.clean_up(self.path, alone=True, naming=self.naming)
+        for match in filter(None, map(LEFTOVER.fullmatch, names_in(self.path))):
             left, lock = self.path / match[0], self.path / f".{match['name']}.lock-{match['transaction']}"
+            half = match["what"] == "partial" and self.trainer.step_of(match["name"]) is not None
             if (
-                match["what"] == "partial"
-                and self.trainer.step_of(match["name"]) is not None
-                and not lock.exists()
-                and remove(left)
-            ):
+                half and not lock.exists() and remove(left)
+            ):  # a lock is made first and removed last: a power failure took it
                 done.append(f"removed {left}: it was left half-written")
         return done

@@ -8,12 +8,24 @@ from functools import cache
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.storage.paths import ReadablePath
 
-from . import accelerate, megatron, nemo_rl, openrlhf, rlinf, torchtitan, transformers, verl
+from . import (
+    accelerate,
+    megatron,
+    nemo_rl,
+    open_instruct,
+    openrlhf,
+    prime_rl,
+    rlinf,
+    slime,
+    torchtitan,
+    transformers,
+    verl,
+)
 from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TRAINER, rlinf.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, transformers.TRAINER, accelerate.TRAINER, torchtitan.TRAINER,
-    megatron.BRIDGE, megatron.LM,
+    verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
+    accelerate.TRAINER, torchtitan.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 Source: OpenRLHF 3c3be62, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py``; ``openrlhf/utils/deepspeed/deepspeed.py``
 (``save_ckpt``: ``metric.json`` in the tag's folder, by which it deletes old ones); ``openrlhf/trainer/ppo_trainer.py``: the client state of
-the actor, without which a resume is a KeyError.
+the actor, without which a resume is a KeyError. OpenRLHF 0.11.2, ``openrlhf/utils/deepspeed/deepspeed_utils.py``
+(``get_optimizer_grouped_parameters``): DeepSpeed 0.19.8 loads only a file of as many groups (``runtime/zero/stage_1_and_2.py``,
+``_load_legacy_checkpoint``), and with it a LambdaLR's state.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ TRAINER = Trainer(
     asks={
         "episode": "zero", "global_step": "step", "total_consumed_prompts": "samples", "data_loader_state_dict": "data",
     },
+    second_group=("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"),
+    wants_schedule=True,
     formats=("deepspeed",),
     told="--ckpt.path {root} --ckpt.load_enable",
 )  # fmt: skip

@@ -44,6 +44,8 @@ class Trainer:
         title: What its authors call it.
         steps: What a step's folder is called in the root: patterns with one field, ``{step}``; the first is the one that is written.
         marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
+        beside: Patterns, with ``{step}``, of what lies beside its steps in the root, of which one is there: what tells a step from those of
+            the trainer that it saves with, where nothing in the step does.
         over: Trainers that it saves with, whose files lie in its own steps as well.
         roles: Role → places in a step where its model may lie, the likeliest first; :data:`HERE` for the step's folder itself.
         by_role: Whether the root has a folder for each role, with steps in it; the places of roles are those folders then.
@@ -55,6 +57,8 @@ class Trainer:
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
         counters: Which file says how far the run is; None where its formats' own do.
+        second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where a run says, or nobody.
+        wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
@@ -64,6 +68,7 @@ class Trainer:
     title: str
     steps: tuple[str, ...]
     marks: tuple[str, ...]
+    beside: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"actor": (HERE,)})
     by_role: bool = False
@@ -75,6 +80,8 @@ class Trainer:
     data: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
+    second_group: tuple[str, ...] = ()
+    wants_schedule: bool = False
     formats: tuple[str, ...] = ()
     told: str = ""
 
@@ -100,8 +107,11 @@ class Trainer:
         return _number(self._aside, name)
 
     def wrote(self, step: ReadablePath) -> bool:
-        """Whether a folder, which is called as a step is, has in it what this trainer leaves there."""
-        return any(lies_in(step, mark) for mark in self.marks)
+        """Whether a folder, which is called as a step is, has in it, or beside it, what this trainer leaves there."""
+        number = self.step_of(step.name)
+        return any(lies_in(step, mark) for mark in self.marks) or any(
+            lies_in(step.parent, mark.format(step=number)) for mark in self.beside
+        )
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
         """What it looks for in a step that is not there, so that it passes over it."""

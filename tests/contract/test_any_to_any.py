@@ -32,6 +32,7 @@ def test_all_are_there() -> None:
         "fsdp-ranks",
         "hf",
         "hf-trainer",
+        "torch",
     }
 
 

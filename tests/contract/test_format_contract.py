@@ -38,10 +38,11 @@ GOLDEN_OF = {
     "hf-trainer": GOLDENS / "transformers" / "checkpoint-2",
     "hf-accelerate": GOLDENS / "transformers" / "step_2",
     "fsdp-ranks": GOLDENS / "verl" / "fsdp2_ws3",
+    "torch": GOLDENS / "torch" / "actor",
 }
 ITERATION_OF = {
     "megatron": 2, "megatron-dist": 2, "universal": 3, "deepspeed": 3, "peft": 0, "hf": 0, "dcp": 2, "hf-trainer": 2,
-    "hf-accelerate": 2, "fsdp-ranks": 2,
+    "hf-accelerate": 2, "fsdp-ranks": 2, "torch": 2,
 }  # fmt: skip
 WITHIN = {"hf-trainer": "hf", "hf-accelerate": "hf"}
 """Formats that have a folder of another in theirs, which is one by itself, too; the registry asks them first."""
@@ -107,7 +108,7 @@ class TestFormat:
                 monkeypatch.setattr(other, "detect", lambda path: pytest.fail(f"{path} was looked into"))
         assert format_at(golden) is known
         passed_over = [one.name for one in FORMATS if "detect" in vars(one)]
-        assert known.name != "hf" or passed_over == ["megatron-dist", "megatron", "universal"]
+        assert known.name != "hf" or passed_over == ["megatron-dist", "megatron", "universal", "torch"]
 
     def test_a_folder_without_a_checkpoint_is_said_to_be_one(self, known: Format, tmp_path: Path) -> None:
         with pytest.raises(NotACheckpoint, match=str(tmp_path)):

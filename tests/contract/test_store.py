@@ -30,6 +30,7 @@ ONE_OF_EACH = {
     "deepspeed": "deepspeed/z3_bf16_frozen_dp2", "dcp": "dcp/fsdp2_ws2", "hf": "huggingface/llama_tied_bf16_sharded",
     "peft": "peft/adapter", "hf-trainer": "transformers/checkpoint-2", "hf-accelerate": "transformers/step_2",
     "fsdp-ranks": "verl/fsdp2_ws3",
+    "torch": "torch/actor",
 }  # fmt: skip
 
 

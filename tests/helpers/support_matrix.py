@@ -31,7 +31,7 @@ loses, or does not carry. `hf` holds an optimizer with `--with-optimizer` only. 
 any table. What of a format was run in its framework, and what was only read in its code, stands on the format's own page:
 [Megatron](formats-megatron.md), [torch_dist](formats-megatron-dist.md),
 [DeepSpeed](formats-deepspeed.md), [universal](formats-universal.md), [DCP](formats-dcp.md), [rank files](formats-fsdp-ranks.md),
-[Hugging Face](formats-hf.md), [adapters](formats-peft.md).
+[Hugging Face](formats-hf.md), [adapters](formats-peft.md), [`state.pt`](formats-torch.md).
 """
 
 

@@ -13,8 +13,9 @@ from dataclasses import replace
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
-from mcore_rlhf.families.fsdp.state import EPOCH, RNG, VERSION
+from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
 
 from .schedule import PER_GROUP
@@ -23,17 +24,6 @@ from .torchtitan import of_torchtitan, with_other_names
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
 _TRAIN_STATE = "train_state"
-GROUPS_OF = {
-    "rlinf": ("value_head",),
-    "openrlhf": ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"),
-}
-"""Trainers whose optimizer has a param group, and another one of the parameters in whose names there is one of these.
-
-Sources: RLinf a3816b5, ``rlinf/hybrid_engines/fsdp/fsdp_model_manager.py`` (``build_optimizer``): its schedule has a rate for each, and
-stops at its first step where a checkpoint had more (torch 2.13.0, ``optim/lr_scheduler.py``, ``LambdaLR.get_lr``). OpenRLHF 0.11.2,
-``openrlhf/utils/deepspeed/deepspeed_utils.py`` (``get_optimizer_grouped_parameters``): DeepSpeed 0.19.8 loads only a file of as many
-groups (``runtime/zero/stage_1_and_2.py``, ``_load_legacy_checkpoint``).
-"""
 
 
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:
@@ -80,11 +70,11 @@ def _check_same_model(source: Source, like: Source) -> None:
     problems.raise_if_any()
 
 
-def in_groups_of(trainer: str, source: Source) -> Source:
+def in_groups_of(run: RunOf, source: Source) -> Source:
     """The source in the param groups that a trainer makes whatever its run is: a setting is that of most of a group's parameters.
 
     Args:
-        trainer: One of :data:`GROUPS_OF`.
+        run: Says which parameters are in the second.
         source: Under a module's names, with an optimizer.
 
     Raises:
@@ -92,19 +82,19 @@ def in_groups_of(trainer: str, source: Source) -> Source:
     """
     of = {name: group for group in source.state.groups for name in group.params}
     order = dict.fromkeys([spec.name for spec in source.model.params if spec.name in of] + [*of])
-    shares = _shares(trainer, [*order])
+    shares = _shares(run, [*order])
     if {frozenset(names) for names in shares} == {frozenset(group.params) for group in source.state.groups}:
         return source
     notes = source.notes.copy()
-    notes.add(Fate.NOTE, f"param groups: dealt anew, {len(shares)} as {trainer} makes them")
+    notes.add(Fate.NOTE, f"param groups: dealt anew, {len(shares)} as {run.name} makes them")
     wanted = [replace(_most(names, of), expert=False, params=tuple(names)) for names in shares]
-    groups = _groups(source, tuple(wanted), trainer, notes)
+    groups = _groups(source, tuple(wanted), run.name, notes)
     return replace(source, notes=notes, state=replace(source.state, groups=groups))
 
 
-def _shares(trainer: str, names: list[str]) -> list[list[str]]:
+def _shares(run: RunOf, names: list[str]) -> list[list[str]]:
     """The parameters of each group that a trainer makes."""
-    apart = {name for name in names if any(part in name for part in GROUPS_OF[trainer])}
+    apart = {name for name in names if any(part in name for part in run.second_group)}
     found = [[name for name in names if name not in apart], [name for name in names if name in apart]]
     return [share for share in found if share]
 
@@ -169,6 +159,11 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
                 for key, value in own.items()
             }
         return own
+    if PARTS in run:
+        notes.add(
+            Fate.DERIVED, "lr_scheduler: as the run has it, at its step: it is made of several, and the source's is not"
+        )
+        return run
     last = rates if len(rates) == count else rates[:1] * count
     notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups")
     return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}

@@ -15,7 +15,15 @@ from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cu
 from .groups import STEP, completed
 
 SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "fsdp_version"
+ONE_SCHEDULER = (SCHEDULER, "scheduler")
+"""Keys of a lone one: RLinf's and torchtitan's, and prime-rl's (047eeea, ``src/prime_rl/trainer/ckpt.py``, ``AppState``)."""
+IN_OPTIMIZER, _OPTIMIZER, _SCHEDULE = "optim.sched", "optim", "sched"
+"""NeMo-RL's, beside the optimizer's state (7ea279a, ``nemo_rl/utils/native_checkpoint.py``, ``OptimizerState``)."""
 EPOCH = "last_epoch"
+PARTS = "_schedulers"
+"""Of a schedule that is made of several, one after the other: what a ``LambdaLR``, which other trainers have, could not take."""
+MOST_STEPS = 10**15
+"""No run comes so far; a folder's name has a place for more."""
 _COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
 """Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
 
@@ -31,16 +39,44 @@ def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, 
     if isinstance(listed, list) and len(listed) == 1 and isinstance(listed[0], dict):
         del other[SCHEDULERS]
         return dict(listed[0]), other
-    one = other.get(SCHEDULER)
-    if isinstance(one, dict) and EPOCH in one:
-        del other[SCHEDULER]
-        return dict(one), other
+    for key in ONE_SCHEDULER:
+        one = other.get(key)
+        if isinstance(one, dict) and EPOCH in one:
+            del other[key]
+            return dict(one), other
+    if (found := _in_optimizer(other)) is not None:
+        left = {key: value for key, value in cast(Any, other.pop(_OPTIMIZER)).items() if key != _SCHEDULE}
+        return found, {**other, **({_OPTIMIZER: left} if left else {})}
     return None, other
+
+
+def _in_optimizer(rest: Mapping[str, object]) -> dict[str, object] | None:
+    beside = rest.get(_OPTIMIZER)
+    found = beside.get(_SCHEDULE) if isinstance(beside, Mapping) else None
+    return dict(found) if isinstance(found, dict) and EPOCH in found else None
+
+
+def placed(key: object, scheduler: dict[str, object]) -> dict[str, object]:
+    """A scheduler's state where a run keeps it: the other way round of :func:`scheduler_of`.
+
+    Args:
+        key: What :func:`scheduler_key` said.
+        scheduler: The state.
+    """
+    if key == IN_OPTIMIZER:
+        return {_OPTIMIZER: {_SCHEDULE: scheduler}}
+    return {str(key): scheduler} if key in ONE_SCHEDULER else {SCHEDULERS: [scheduler]}
+
+
+def is_of_one(scheduler: Mapping[str, object] | None) -> bool:
+    """Whether a state is that of one of torch's schedulers, and not of several that follow each other."""
+    return scheduler is not None and EPOCH in scheduler and PARTS not in scheduler
 
 
 def scheduler_key(rest: Mapping[str, object]) -> str:
     """Under which key a run keeps its scheduler: one, or a list of them."""
-    return SCHEDULER if SCHEDULER in rest else SCHEDULERS
+    found = next((key for key in ONE_SCHEDULER if key in rest), "")
+    return found or (SCHEDULERS if SCHEDULERS in rest or _in_optimizer(rest) is None else IN_OPTIMIZER)
 
 
 def iteration_of(
@@ -82,15 +118,16 @@ def _at(value: Any, path: tuple[str, ...]) -> object:
 
 def _number(value: object) -> int | None:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if plain or (isinstance(value, SmallTensor) and value.numel() == 1):
-        return int(cast(float, value))
-    return None
+    if not plain and not (isinstance(value, SmallTensor) and value.numel() == 1):
+        return None
+    found = float(cast(float, value))
+    return int(cast(float, value)) if 0 <= found < MOST_STEPS else None  # neither is what is not a number
 
 
 MADE: Rule[Source] = Rule(
     Fate.DERIVED,
     "lr_scheduler: torch's, at last_epoch {found.state.iteration}, with the learning rates of the param groups",
-    lambda source: source if EPOCH not in (source.state.scheduler or {}) else None,
+    lambda source: source if not is_of_one(source.state.scheduler) else None,
 )
 """What is said of a scheduler that :func:`scheduler_state` makes."""
 
@@ -102,7 +139,7 @@ def scheduler_state(source: Source) -> dict[str, object]:
         source: A source under a module's names.
     """
     stored = source.state.scheduler
-    if stored is not None and EPOCH in stored:
+    if stored is not None and is_of_one(stored):
         return dict(stored)
     fields = [completed(group.fields, group.scalars) for group in source.state.groups]
     at = source.state.iteration

@@ -1,22 +1,19 @@
 """Folders of torch.distributed.checkpoint (DCP) that FSDP and FSDP2 runs write: RLinf's, torchtitan's, a plain ``dcp.save``.
 
-``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``state``; ``plain`` where there are weights alone,
-``saved`` where one file of ``torch.save`` has it all, which is a format of its
-own and read alone. ``writer`` describes one, and ``content`` what goes into it. ``keys`` is the
-relation between names and keys, read both ways; what FSDP has no place for lies beside, in :mod:`mcore_rlhf.families.sidecar`. The
-bytes are :mod:`mcore_rlhf.storage.dcp`'s.
+``reader`` opens one: ``folders`` → ``keys`` → ``groups``, ``state``; ``plain`` where there are weights alone. ``writer`` describes one,
+and ``content`` what goes into it. ``keys`` is the relation between names and keys, read both ways; what FSDP has no place for lies
+beside, in :mod:`mcore_rlhf.families.sidecar`. The bytes are :mod:`mcore_rlhf.storage.dcp`'s.
 """
 
 from __future__ import annotations
 
-from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .folders import ONE_FILE, RLINF_FOLDER, detect, is_apart, is_dcp
+from .folders import RLINF_FOLDER, detect, is_apart, is_dcp
 
 
 class DcpFormat(Format):
@@ -63,38 +60,5 @@ class ApartFormat(DcpFormat):
         return dcp_target(source, options, apart=True)
 
 
-class TorchFormat(Format):
-    """One file ``state.pt`` of ``torch.save``, as ``TorchEngine`` writes it."""
-
-    name = "torch"
-
-    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
-        """How torch is told to load it."""
-        return f'torch.load("{path / ONE_FILE}", weights_only=True)'
-
-    def detect(self, path: ReadablePath) -> bool:
-        """Whether a folder has the file, with a model in it."""
-        if not (path / ONE_FILE).is_file():
-            return False
-        from .saved import is_saved
-
-        return is_saved(path)
-
-    def read(self, path: ReadablePath, options: ReadOptions) -> Source:
-        """Open the file."""
-        from .saved import read_saved
-
-        return read_saved(path, options)
-
-    def target(self, source: Source, options: WriteOptions) -> Target:
-        """Refuse: a module's own code says what must be in it.
-
-        Raises:
-            Unsupported: Always.
-        """
-        raise Unsupported(f"{ONE_FILE} is written by TorchEngine, of a module and an optimizer that are there")
-
-
 FORMAT: Format = DcpFormat()
 APART: Format = ApartFormat()
-TORCH: Format = TorchFormat()

@@ -16,7 +16,16 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
-from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, SCHEDULERS, VERSION, of_iteration, scheduler_state
+from mcore_rlhf.families.fsdp.state import (
+    EPOCH,
+    IN_OPTIMIZER,
+    RNG,
+    SCHEDULERS,
+    VERSION,
+    of_iteration,
+    placed,
+    scheduler_state,
+)
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
@@ -41,7 +50,7 @@ def for_run(source: Source, options: WriteOptions) -> Source:
     """
     own = DcpState.of(source)
     layout = own.layout if own else _former_layout(source)
-    if options.run_of != OF_RLINF or layout is None or layout.rest == RLINF.rest:
+    if options.run_of.name != OF_RLINF or layout is None or layout.rest == RLINF.rest:
         return source
     return replace(source, family=replace(ModuleState.needed(source, "dcp").base(), laid_out={}))
 
@@ -83,9 +92,15 @@ def _as_before(source: Source, choices: Choices) -> dict[str, object]:
         laid_out = ModuleState.needed(source, "dcp").laid_out
         groups = laid_out.get("groups")
         known = isinstance(groups, int) and groups <= len(source.model.params)  # no group is without a parameter
-        scheduler = _of_run(scheduler_state(source), groups if known else None)
-        rest |= {SCHEDULER: scheduler} if laid_out.get("scheduler") == SCHEDULER else {SCHEDULERS: [scheduler]}
+        own = dict(source.state.scheduler) if _keeps_schedule(source) else scheduler_state(source)
+        rest |= placed(laid_out.get("scheduler"), _of_run(own, groups if known else None))
     return rest
+
+
+def _keeps_schedule(source: Source) -> bool:
+    """Whether a schedule of several goes back to the trainer that has such ones."""
+    at = ModuleState.needed(source, "dcp").laid_out.get("scheduler")
+    return at == IN_OPTIMIZER and EPOCH in (source.state.scheduler or {})
 
 
 def _of_run(scheduler: Mapping[str, object], groups: object) -> dict[str, object]:
@@ -173,17 +188,18 @@ def choose(source: Source, options: WriteOptions) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=RLINF.optimizer)
-    apart, known = NEMO_APART if options.run_of == NEMO_RL else (), own.layout if own else former
-    wanted = KEYS_OF.get(options.run_of)
+    apart, known = NEMO_APART if options.run_of.name == NEMO_RL else (), own.layout if own else former
+    wanted = KEYS_OF.get(options.run_of.name)
     if wanted is not None and (known is None or (known.model, known.style) != wanted):
         raise Unsupported(
-            f"{source.root}: has not the keys of a run of {options.run_of}, which asks for every one of its own when it loads\n"
+            f"{source.root}: has not the keys of a run of {options.run_of.name}, which asks for every one of its own when it loads\n"
             "--like FOLDER, a checkpoint that the run itself wrote, gives them."
         )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
     was = DcpState.of(source), _former_layout(source)
-    made = was[0] is None and optimizer and (was[1] is None or source.state.scheduler is not None)
+    anew = was[1] is None or (source.state.scheduler is not None and not _keeps_schedule(source))
+    made = was[0] is None and optimizer and anew
     kept = any(was) or isinstance(source.state.other.get(RNG), Mapping)
     return Choices(
         dp, layout, apart[0] if apart else own.inner if own else RLINF_FOLDER if former is None else "",

@@ -17,8 +17,6 @@ FULL_WEIGHTS = "model_state_dict/full_weights.pt"
 _MISSPELLED = "model_state_dict/full_weigths.pt"
 """RLinf's documentation has both spellings."""
 LOCAL_SHARDS = "local_shard_checkpoint"
-ONE_FILE = "state.pt"
-"""All of a plain module's run; see :mod:`.saved`."""
 
 
 @dataclass(frozen=True, slots=True)

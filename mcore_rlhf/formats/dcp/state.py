@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Fate, Inventory, Report
-from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, SCHEDULERS
+from mcore_rlhf.families.fsdp.state import ONE_SCHEDULER, RNG, SCHEDULERS, scheduler_of
 from mcore_rlhf.families.inventory import value_items
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup
@@ -50,5 +50,6 @@ class DcpState(ModuleState):
 
     def inventory(self) -> Inventory:
         """What it has, item by item; a scheduler is one of the training state's."""
-        rest = {key: value for key, value in self.rest.items() if key not in (SCHEDULERS, SCHEDULER, *self.derived)}
+        _, other = scheduler_of(self.rest)
+        rest = {k: value for k, value in other.items() if k not in (SCHEDULERS, *ONE_SCHEDULER, *self.derived)}
         return {**ModuleState.inventory(self), **dict(value_items(rest))}

@@ -7,7 +7,7 @@ shape. Source: torch 2.13.0, ``optim/optimizer.py`` (``state_dict``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
-from mcore_rlhf.storage.torch_values import SmallTensor
 
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 _WEIGHTS_ALONE = "--no-optimizer takes the weights alone."
@@ -171,26 +170,3 @@ def _base_of(name: str) -> str:
         return in_base(name) or name
     last = name.rpartition(".")[2]
     return f"{found.module}.{last if last == 'bias' else 'weight'}"
-
-
-def agree(groups: Sequence[ParamGroup], known: Sequence[ParamGroup]) -> bool:
-    """Whether groups that were kept beside a file say of every parameter what the file says: it may have dealt them otherwise.
-
-    Args:
-        groups: The file's.
-        known: Those that were kept.
-    """
-    here, there = ({name: group.fields for group in of for name in group.params} for of in (groups, known))
-    return here.keys() == there.keys() and all(
-        _plain(value) == _plain(there[name][key])
-        for name in here
-        for key, value in here[name].items()
-        if key in there[name]
-    )
-
-
-def _plain(value: object) -> object:
-    """A list and a tuple are one; so are a number and a tensor of one."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value.item() if isinstance(value, SmallTensor) and value.numel() == 1 else value

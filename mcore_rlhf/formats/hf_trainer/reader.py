@@ -12,6 +12,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked
+from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
@@ -28,7 +29,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import whole_entry
 
 from .files import COUNTERS, SCALER, STEP, HfRunState, RunFiles
-from .optimizer import OptimizerFile, agree, trainable_order
+from .optimizer import OptimizerFile, trainable_order
 
 _MOST_STEPS = 10**15
 _CALLED = re.compile(r"checkpoint-(\d{1,18})")

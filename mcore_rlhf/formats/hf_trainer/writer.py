@@ -24,8 +24,9 @@ from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
+from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
-from mcore_rlhf.families.fsdp.state import EPOCH, MADE, random_states, scheduler_state
+from mcore_rlhf.families.fsdp.state import EPOCH, MADE, is_of_one, random_states, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
@@ -38,7 +39,6 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .dealing import OF_MEGATRON, dealt
 from .files import ALIKE, COUNTERS, SCALER, HfRunState, RunFiles, of_ranks, rng_item
 from .files import STEP as GLOBAL_STEP
 from .like import Like, is_sharded
@@ -221,7 +221,7 @@ class _RunTarget:
             source = replace(source, state=fitting.state)
         report.through([MADE], source)
         made, times = scheduler_state(source), self.like.epochs_of_schedule()
-        known = source.state.scheduler is not None and EPOCH in source.state.scheduler
+        known = is_of_one(source.state.scheduler)
         if not known and times > 1:
             made[EPOCH] = source.state.iteration * times
             made["_step_count"] = source.state.iteration * times + 1

@@ -439,7 +439,7 @@ class Resumer:
                 "rank=0 step=%d: newer steps are there (%s); the first save of this run puts them in quarantine, so that "
                 "nothing resumes from what it leaves behind; this step stays while the run goes on, whatever the rules on keeping say",
                 load.step,
-                ", ".join(map(str, newer)),
+                ", ".join(str(found.step) for found in newer),
             )
 
 

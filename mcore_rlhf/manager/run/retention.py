@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -32,13 +33,17 @@ from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recov
 from mcore_rlhf.storage.urls import remove_stored
 
 from . import steps
-from .steps import MANIFEST, Step, is_hidden, step_folder, step_of, target_of_leftover
+from .naming import OWN, Naming
+from .steps import Step, is_hidden
 
 _log = log_of(__name__)
 
+LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<what>lock|old|partial)-(?P<transaction>.+)")
+"""What guards a step that is written, replaced or deleted, or is it."""
+
 EXPORTS = "exports"
-_Path = TypeVar("_Path", bound=ReadablePath)
 """Folder in a root that holds what was exported from its steps, as ``exports/global_step_N``."""
+_Path = TypeVar("_Path", bound=ReadablePath)
 
 _OF_THIS_RUN: set[str] = set()
 """What this process has loaded or committed, by whichever manager: a run may open several, one after the other."""
@@ -176,6 +181,7 @@ def plan_deletions(
     *,
     include_damaged: bool = False,
     coming: Step | None = None,
+    naming: Naming = OWN,
 ) -> list[Deletion]:
     """Which steps may go, oldest first. Nothing is deleted.
 
@@ -183,14 +189,14 @@ def plan_deletions(
         root: The run's root.
         policy: What to keep.
         protect: Further steps that stay: being loaded, or exported from.
-        include_damaged: Whether damaged steps, and folders that hold nothing known, go as well, where a newer step is
-            committed.
+        include_damaged: Whether damaged steps, and folders that hold nothing known, go too, where a newer one is committed.
         coming: A step that is to be counted as if it were there already; the newest that is there stays as well.
+        naming: How its steps are called.
 
     Raises:
         CheckpointError: See :func:`~.steps.listed`.
     """
-    visible = [step for step in steps.listed(root) if not is_hidden(step.path)]
+    visible = [step for step in naming.listed(root) if not is_hidden(step.path)]
     if coming is None:
         return planned(visible, policy, protect, include_damaged=include_damaged)
     there = [step for step in visible if step.step < coming.step]
@@ -205,7 +211,6 @@ def planned(
 
     Args:
         visible: The steps of a root, oldest first; it need not be one that there is yet.
-        policy, protect, include_damaged: See there.
     """
     committed = [step for step in visible if step.resumable]
     if not committed:
@@ -241,7 +246,7 @@ def _beyond(cap: SizeCap, sizes: dict[int, int], going: Collection[int], candida
     return found
 
 
-def apply(root: ReadablePath, deletions: Iterable[Deletion]) -> list[Deletion]:
+def apply(root: ReadablePath, deletions: Iterable[Deletion], naming: Naming = OWN) -> list[Deletion]:
     """Delete what was planned, one log line each; meant to be run behind the training, in a thread of its own.
 
     Before each one, the disk is asked again whether a newer step is committed: without one it stays. A step that cannot be
@@ -250,16 +255,16 @@ def apply(root: ReadablePath, deletions: Iterable[Deletion]) -> list[Deletion]:
     Returns:
         What was deleted by this call.
     """
-    return [deletion for deletion in deletions if _delete_one(root, deletion)]
+    return [deletion for deletion in deletions if _delete_one(root, deletion, naming)]
 
 
-def _delete_one(root: ReadablePath, deletion: Deletion) -> bool:
+def _delete_one(root: ReadablePath, deletion: Deletion, naming: Naming) -> bool:
     try:
-        successor = steps.newest(root)
+        successor = naming.newest(root)
         if successor is None or successor.step <= deletion.step:
             _log.warning("kept %s: no newer step is committed any more", deletion.path)
             return False
-        if not delete(deletion.path):
+        if not delete(deletion.path, naming):
             _log.info("%s was deleted by another process", deletion.path)
             return False
     except CheckpointError as error:
@@ -275,11 +280,11 @@ def _require_positive(what: str, value: int) -> None:
 
 
 def exports_of(folder: _Path) -> _Path:
-    """Where by-products of a step lie outside of its own folder: they are counted with it, and go with it."""
-    return step_folder(folder.parent / EXPORTS, step_of(folder) or 0)
+    """Where by-products of a step lie outside of its folder: they are counted with it, and go with it."""
+    return folder.parent / EXPORTS / folder.name
 
 
-def delete(folder: ReadablePath) -> bool:
+def delete(folder: ReadablePath, naming: Naming = OWN) -> bool:
     """Delete a step and its exports. Nothing is asked: :func:`~.retention.plan_deletions` decides what may go.
 
     Safe in a background thread, and beside other processes that delete the same step. A crash leaves a hidden folder with
@@ -287,6 +292,7 @@ def delete(folder: ReadablePath) -> bool:
 
     Args:
         folder: The step's folder.
+        naming: How steps are called beside it.
 
     Returns:
         Whether it was there, and is gone now by this call.
@@ -295,7 +301,7 @@ def delete(folder: ReadablePath) -> bool:
         NotACheckpoint: This is not the folder of a step, by its name.
         StorageError: The file system refused. Unless even the rename failed, the step is no longer listed.
     """
-    if step_of(folder) is None:
+    if naming.step_of(folder.name) is None:
         raise NotACheckpoint(f"{folder}: is not the folder of a step (global_step_N), so it is not deleted")
     exports = exports_of(folder)
     if isinstance(exports, Path) and exports.parent.is_symlink():
@@ -304,18 +310,18 @@ def delete(folder: ReadablePath) -> bool:
             "Remove the link, and step and exports by hand; or make it a folder of this root."
         )
     remove_folder(exports)  # first: exports without their step would never be found again
-    return remove_folder(folder)
+    return remove_folder(folder, naming.manifest)
 
 
-def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
+def clean_up(root: ReadablePath, *, alone: bool = False, naming: Naming = OWN) -> list[str]:
     """Remove what dead processes left in a root: half-written and half-deleted steps, and their locks.
 
-    A step that lies aside, and whose replacement nobody goes on with, is put back. Safe at any time, in any number of
-    processes; what may belong to a living one stays.
+    A step that lies aside, and whose replacement nobody goes on with, is put back. Safe at any time, in any number of processes.
 
     Args:
         root: The run's root.
         alone: Whether the caller holds the :class:`~.root.RootLock`: then nobody else replaces steps.
+        naming: How its steps are called.
 
     Returns:
         What was done, one line each.
@@ -325,20 +331,20 @@ def clean_up(root: ReadablePath, *, alone: bool = False) -> list[str]:
         return done  # a store has no locks: see `prune --dead`
     for folder in (root, root / EXPORTS):
         names = names_in(folder) if folder.is_dir() and not (folder != root and folder.is_symlink()) else ()
-        targets = {target for name in names if (target := target_of_leftover(folder / name)) is not None}
-        for target in sorted(targets):
-            done += recover(target, MANIFEST, alone=alone and folder == root)
+        targets = {found["name"] for found in map(LEFTOVER.fullmatch, names) if found and found["what"] != "partial"}
+        for name in sorted(target for target in targets if naming.step_of(target) is not None):
+            done += recover(folder / name, naming.manifest, alone=alone and folder == root)
     return done
 
 
-def remove_folder(folder: ReadablePath) -> bool:
+def remove_folder(folder: ReadablePath, manifest: str = OWN.manifest) -> bool:
     """See :func:`delete`; of a folder by whatever name.
 
     Raises:
         StorageError: The file system refused.
     """
     if not isinstance(folder, Path):
-        return remove_stored(folder, MANIFEST)
+        return remove_stored(folder, manifest)
     folder = Path(os.path.abspath(folder))
     if not os.path.lexists(folder):
         return False
@@ -397,11 +403,20 @@ def _identity(folder: ReadablePath) -> str:
     return str(folder.resolve() if isinstance(folder, Path) else folder).rstrip("/")
 
 
-def refuse_others(root: Path) -> None:
+_GOING_ON = (
+    "Resume from them: manager.load('auto'), in YAML runner.resume_dir: auto. Or give this run a root of its own. Or say that "
+    "it goes on among them: ManagerOptions(on_existing='continue'), in YAML checkpoint.on_existing: continue; newer steps than "
+    "it saves are then put in quarantine, and older ones are counted, and deleted, by the rules on what to keep."
+)
+
+
+def refuse_others(root: Path, naming: Naming = OWN, advice: str = _GOING_ON) -> None:
     """Refuse to save among the steps of another run, which rules on what to keep would then count, and delete.
 
     Args:
         root: The folder of all steps.
+        naming: How they are called.
+        advice: What can be done.
 
     Raises:
         UsageError: There are committed steps, and this run has neither loaded nor written any of them.
@@ -409,34 +424,35 @@ def refuse_others(root: Path) -> None:
     """
     if is_of_this_run(root):
         return
-    there = steps.listed(root)
+    there = naming.listed(root)
     found = [step.step for step in there if step.resumable]
     if found:
         listed = ", ".join(map(str, found[-_SHOWN:]))
         raise UsageError(
-            f"{root}: holds committed steps that this run has neither loaded nor written ({listed})\n"
-            "Resume from them: manager.load('auto'), in YAML runner.resume_dir: auto. Or give this run a root of its own. Or say that "
-            "it goes on among them: ManagerOptions(on_existing='continue'), in YAML checkpoint.on_existing: continue; newer steps than "
-            "it saves are then put in quarantine, and older ones are counted, and deleted, by the rules on what to keep."
+            f"{root}: holds committed steps that this run has neither loaded nor written ({listed})\n{advice}"
         )
     for step in there:
         if not is_hidden(step.path):
             step.require_read()
 
 
-def left_behind(root: ReadablePath, step: int, own: Collection[int]) -> list[int]:
+def left_behind(root: ReadablePath, step: int, own: Collection[int], naming: Naming = OWN) -> list[Step]:
     """Newer steps that are not this run's, and are committed, or may be as they cannot be read; oldest first.
 
     Args:
         root: The folder of all steps.
         step: The newest step of this run.
         own: All steps that this run has saved.
+        naming: How steps are called.
     """
-    newer = takewhile(lambda found: found.step > step, steps.newest_first(root))
-    return sorted(found.step for found in newer if (found.resumable or found.undecided) and found.step not in own)
+    newer = takewhile(lambda found: found.step > step, naming.newest_first(root))
+    there = [found for found in newer if (found.resumable or found.undecided) and found.step not in own]
+    return sorted(there, key=lambda found: found.step)
 
 
-def leave_behind(root: Path, step: int, own: Collection[int], went_back_to: int | None = None) -> list[int]:
+def leave_behind(
+    root: Path, step: int, own: Collection[int], went_back_to: int | None = None, naming: Naming = OWN
+) -> list[int]:
     """Put steps that are not this run's, and newer than where it goes on from, in quarantine.
 
     Args:
@@ -445,6 +461,7 @@ def leave_behind(root: Path, step: int, own: Collection[int], went_back_to: int 
         own: All steps that this run has saved.
         went_back_to: The step that it went back to from newer ones: a resume must not fall back to one of those,
             though the run has saved beyond it.
+        naming: How steps are called.
 
     Returns:
         Their numbers.
@@ -452,10 +469,10 @@ def leave_behind(root: Path, step: int, own: Collection[int], went_back_to: int 
     Raises:
         StorageError: A note cannot be written.
     """
-    found = left_behind(root, step if went_back_to is None else min(step, went_back_to), own)
-    for number in found:
-        steps.quarantine(steps.step_folder(root, number), f"left behind by a run that saved step {step} after it")
-    return found
+    found = left_behind(root, step if went_back_to is None else min(step, went_back_to), own, naming)
+    for one in found:
+        steps.quarantine(one.path, f"left behind by a run that saved step {step} after it")
+    return [one.step for one in found]
 
 
 def move_aside(folder: Path, name: str) -> Path | None:

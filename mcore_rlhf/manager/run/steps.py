@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headline
@@ -26,7 +26,7 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settl
 from mcore_rlhf.storage.transactions import PAUSES
 from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
-from mcore_rlhf.trainers.known import left_by_trainers
+from mcore_rlhf.trainers.known import called_so, left_by_trainers
 from mcore_rlhf.trainers.table import lies_in
 
 from .measured import comparable
@@ -42,7 +42,6 @@ RESERVED = ("data", "rlhf", "rng", "exports", MANIFEST)
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})")
 _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
-_LEFTOVER = re.compile(r"\.(global_step_(?:0|[1-9][0-9]{0,17}))\.(?:lock|old)-.+")
 
 NOTE = "quarantined.json"
 _LOOKS = 10
@@ -73,7 +72,7 @@ def step_folder(root: _Path, step: int) -> _Path:
     return root / f"global_step_{step}"
 
 
-def step_of(path: ReadablePath) -> int | None:
+def step_of(path: ReadablePath | PurePath) -> int | None:
     """The step whose folder this is, by its name; None where it is not a step's folder."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
@@ -85,12 +84,6 @@ def step_of_aside(path: ReadablePath) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def target_of_leftover(path: Path) -> Path | None:
-    """The step's folder that this lock file guards, or that this folder was moved aside from; None where it is neither."""
-    match = _LEFTOVER.fullmatch(path.name)
-    return path.with_name(match.group(1)) if match else None
-
-
 def is_hidden(path: ReadablePath) -> bool:
     """Whether this is not a step yet, or no longer."""
     return path.name.startswith(".")
@@ -100,7 +93,7 @@ def quarantine(folder: ReadablePath, reason: str = "") -> None:
     """Tell resume to leave a step alone; the step itself stays as it is.
 
     Args:
-        folder: The step's folder.
+        folder: The step's folder, by whatever name.
         reason: For whoever reads the list.
 
     Raises:
@@ -108,11 +101,6 @@ def quarantine(folder: ReadablePath, reason: str = "") -> None:
         StorageError: The note cannot be written.
     """
     _require_step(folder)
-    note(folder, reason)
-
-
-def note(folder: ReadablePath, reason: str) -> None:
-    """See :func:`quarantine`; of a step by whatever name."""
     said = {"reason": reason.strip() or _NO_REASON, "time": utc_time()}
     write_text(folder / NOTE, json.dumps(said, indent=1, ensure_ascii=False) + "\n")
 
@@ -147,7 +135,7 @@ def reason_of(folder: ReadablePath) -> str:
 
 
 def _require_step(folder: ReadablePath) -> None:
-    if step_of(folder) is None or not folder.is_dir():
+    if (step_of(folder) is None and not any(called_so(folder.name))) or not folder.is_dir():
         raise NotACheckpoint(f"{folder}: there is no such step\nList them: mcore-rlhf steps {folder.parent}")
 
 
@@ -266,7 +254,12 @@ def newest(root: ReadablePath) -> Step | None:
         Unreadable: A newer one cannot be read.
         CheckpointError: See :func:`listed`.
     """
-    for step in newest_first(root):
+    return newest_of(newest_first(root))
+
+
+def newest_of(newest_first: Iterable[Step]) -> Step | None:
+    """See :func:`newest`; of steps that somebody listed."""
+    for step in newest_first:
         step.require_read()
         if step.resumable:
             return step

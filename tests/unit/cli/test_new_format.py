@@ -55,9 +55,7 @@ def test_it_is_converted_to_planned_and_looked_at(
     cli: Cli, tp1: Path, tmp_path: Path, sheaf: Sheaf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = cli("plan", tp1, "--to", "sheaf", "--dtype", "fp32")
-    known = (
-        "--to megatron or --to megatron-dist or --to deepspeed or --to dcp or --to fsdp-ranks or --to hf or --to peft"
-    )
+    known = "--to megatron or --to megatron-dist or --to deepspeed or --to dcp or --to fsdp-ranks or --to hf or --to peft or --to torch"
     assert (refused.code, f"--dtype: means nothing with --to sheaf; it is for {known}\n" in refused.stderr) == (2, True)
     monkeypatch.setattr(Sheaf, "takes", (Takes.DTYPE,))
     wanted = (tp1, tmp_path / "out", "--to", "sheaf", "--dtype", "fp32")

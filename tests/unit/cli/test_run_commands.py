@@ -86,8 +86,8 @@ def test_quarantine_and_release(cli: Cli, root: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--quarantine", 60], "global_step_60: there is no such step"),
-        (["--release", 60], "global_step_60: there is no such step"),
+        (["--quarantine", 60], "there is no step 60"),
+        (["--release", 60], "there is no step 60"),
         (["--reason", "x"], "Give --quarantine STEP as well"),
         (["--release", 50, "--quarantine", 50], "contradict each other"),
         (["--quarantine", "fifty"], "--quarantine"),
@@ -150,7 +150,7 @@ def test_mistakes_about_what_to_keep(cli: Cli, root: Path, options: list[object]
 
 
 def test_a_step_that_cannot_be_deleted_is_reported(cli: Cli, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "delete", lambda folder: folder.name != "global_step_10")
+    monkeypatch.setattr(retention, "delete", lambda folder, naming: folder.name != "global_step_10")
     outcome = cli("prune", root, "--keep-last", 2)
     assert outcome.code == 1
     assert "not deleted: 10" in outcome.stdout

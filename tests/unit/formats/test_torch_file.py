@@ -161,6 +161,14 @@ def _unnamed(tree: dict[str, Any]) -> None:
     del tree["optimizer_params"]["names"][0][0]
 
 
+def _names_of_nothing(tree: dict[str, Any]) -> None:
+    tree["optimizer_params"]["names"][0][0] = ["a", "list"]
+
+
+def _words(tree: dict[str, Any]) -> None:
+    tree["optimizer"]["state"][5]["step"] = "three"
+
+
 def _no_optimizer_of_torch(tree: dict[str, Any]) -> None:
     tree["optimizer"] = {"state": [1, 2]}
 
@@ -170,6 +178,8 @@ def _no_optimizer_of_torch(tree: dict[str, Any]) -> None:
     [
         (_factored, Unsupported, "only states with one value per element"),
         (_unnamed, LayoutMismatch, "does not describe the parameters of 'optimizer'"),
+        (_names_of_nothing, LayoutMismatch, "does not describe the parameters of 'optimizer'"),
+        (_words, Unsupported, "'step' of the optimizer's parameter 5 is a str"),
         (_no_optimizer_of_torch, Unsupported, "not the state dict of one of torch's optimizers"),
     ],
 )
@@ -182,6 +192,28 @@ def test_an_optimizer_that_does_not_fit_is_refused_by_name(
     with pytest.raises(kind, match=said):
         open_checkpoint(folder, ReadOptions())
     assert open_checkpoint(folder, ReadOptions(optimizer=False)).states == ()
+
+
+@pytest.mark.parametrize("said", [-5, 10**40])
+def test_an_iteration_where_no_run_comes_is_refused(folder: Path, said: int) -> None:
+    torch.save({**torch.load(folder / "state.pt", weights_only=True), "iteration": said}, folder / "state.pt")
+    with pytest.raises(LayoutMismatch, match="where no run comes"):
+        open_checkpoint(folder, ReadOptions())
+
+
+@pytest.mark.parametrize("said", [float("nan"), float("inf"), -1.0, "7", {"counted": 3}])
+def test_what_is_no_iteration_is_a_value_of_the_programs_own(tmp_path: Path, said: object) -> None:
+    (folder := tmp_path / "step").mkdir()
+    torch.save({"model": {"weight": torch.ones(2)}, "iteration": said}, folder / "state.pt")
+    convert(folder, tmp_path / "out", ConvertOptions(to="torch", fsync=False))
+    assert open_checkpoint(folder, ReadOptions()).state.iteration == 0
+    assert repr(torch.load(tmp_path / "out" / "state.pt", weights_only=True)["iteration"]) == repr(said)
+
+
+def test_a_tensor_without_a_name_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {0: torch.ones(2)}}, tmp_path / "state.pt")
+    with pytest.raises(Unsupported, match="has a tensor under 0, which is no name of a parameter"):
+        open_checkpoint(tmp_path, ReadOptions())
 
 
 def test_states_of_nobodys_parameters_are_lost_by_name(tmp_path: Path) -> None:
@@ -211,11 +243,6 @@ def test_without_a_model_it_is_none(tmp_path: Path) -> None:
     save(TorchEngine(None, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])), tmp_path)
     with pytest.raises(NotACheckpoint):
         open_checkpoint(tmp_path, ReadOptions())
-
-
-def test_it_is_not_written(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match="unknown format 'torch'"):
-        prepare(folder, ConvertOptions(to="torch"))
 
 
 def test_a_whole_step_of_it_is_converted_and_beside_another_model_it_goes_along(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.manager.run import retention, steps
+from mcore_rlhf.manager.run.naming import Naming
 from mcore_rlhf.manager.run.retention import (
     KeepBest,
     KeepEvery,
@@ -369,10 +370,10 @@ def test_each_deletion_is_a_line_and_one_failure_stops_no_other(
     planned = plan_deletions(tmp_path, Retention([KeepLast(1)]))
     genuine = retention.delete
 
-    def fail_once(folder: Path) -> bool:
+    def fail_once(folder: Path, naming: Naming) -> bool:
         if folder.name == "global_step_1":
             raise StorageError(f"{folder}: cannot delete: busy")
-        return genuine(folder)
+        return genuine(folder, naming)
 
     monkeypatch.setattr(retention, "delete", fail_once)
     with caplog.at_level(logging.INFO):

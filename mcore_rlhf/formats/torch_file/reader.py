@@ -1,40 +1,37 @@
-"""``state.pt``: a module and its optimizer in one file of ``torch.save``, as our :class:`~mcore_rlhf.TorchEngine` writes it; read only.
+"""Opening ``state.pt``: ``{"model": module.state_dict(), "optimizer": optimizer.state_dict(), "optimizer_params": …, "scheduler": …}``, and
+further parts under the names that the program gave them.
 
-``{"model": module.state_dict(), "optimizer": optimizer.state_dict(), "optimizer_params": {"class", "names", "shapes"}, "scheduler": …}``,
-and further parts under the names that the program gave them. ``optimizer_params`` says by group whose states the numbers are; without
-it, as in a file by ``torch.save`` itself, names follow from shapes where only one order fits them.
-
-Source: :mod:`mcore_rlhf.engines.plain`; torch 2.13.0, ``optim/optimizer.py`` (``state_dict``).
+``optimizer_params`` says by group whose states the numbers are; without it, as in a file by ``torch.save`` itself, names follow from
+shapes where only one order fits them. Of what lies beside, only what the file itself does not say is taken: a run may have gone on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported
+from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
-from mcore_rlhf.families.fsdp.state import iteration_of
+from mcore_rlhf.families.fsdp.state import MOST_STEPS, iteration_of
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
+from mcore_rlhf.families.sidecar import STATE as SIDECAR
+from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
+from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import ONE_FILE as FILE
-from .keys import GROUPS, STATE
-
-NAME = "torch"
-MODEL, OPTIMIZER, RECORD, SCHEDULER = "model", "optimizer", "optimizer_params", "scheduler"
+from .files import FILE, GROUPS, ITERATION, MODEL, NAME, OPTIMIZER, RECORD, SCHEDULER, STATE
 
 
 def is_saved(folder: ReadablePath) -> bool:
@@ -86,31 +83,50 @@ class _SavedReader:
         groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes)
         trained = {name for group in groups for name in group.params}
         self._check(states, trained, tensors)
+        state = self._training(groups)
+        sidecar = self._beside(state.iteration)
+        still = {*sidecar.frozen, *sidecar.module.buffers}
         role, specs, entries = self.options.role or "actor", list[ParamSpec](), list[TensorEntry]()
         for name, tensor in tensors.items():
             dtype = tensor.record.dtype
-            of = name in trained if kept is not None else dtype in FLOATING
+            of = name in trained if kept is not None else dtype in FLOATING and name not in still
             own = MASTER if kept is not None and of and dtype == FLOAT32 else PARAM
             held = {own: tensor, **states.get(name, {})}
             entries += [whole_entry(TensorName(role, name, state), stored) for state, stored in held.items()]
-            specs.append(ParamSpec(name, tensor.shape, dtype, REPLICATED, of))
+            specs.append(ParamSpec(name, tensor.shape, sidecar.dtypes.get(name, dtype), REPLICATED, of))
         found = dict.fromkeys(state for of_one in states.values() for state in of_one)
         masters = (MASTER,) if any(entry.name.state == MASTER for entry in entries) else ()
-        buffers = tuple(spec.name for spec in specs if spec.dtype not in FLOATING)
+        buffers = tuple(s.name for s in specs if s.dtype not in FLOATING or s.name in sidecar.module.buffers)
         return Source(
             format=NAME,
             root=self.path,
             role=role,
             model=ModelSpec(tuple(specs), num_layers(tensors), bool(shared), vocab_size=self.options.vocab_size),
             catalog=Chunks.of(entries),
-            state=self._training(groups),
-            files=(StoredFile.of_zip(FILE, self.opened.directory),),
+            state=_with_beside(state, sidecar.state),
+            files=(StoredFile.of_zip(FILE, self.opened.directory), *sidecar_files(self.path)),
             states=(*masters, *found),
             optimizer=None if kept is None else self._kind(),
             notes=self.notes,
-            family=ModuleState("", (*tensors, *shared), buffers, shared, config=model_config(self.path)),
+            family=replace(
+                sidecar.module,
+                order=tuple(name for name in self.opened.tree[MODEL] if name in tensors or name in shared),
+                buffers=buffers,
+                shared=shared,
+                config=model_config(self.path) or sidecar.module.config,
+            ),
             unplaced=self.unplaced.names,
+            origin=sidecar.origin,
         )
+
+    def _beside(self, iteration: int) -> Sidecar:
+        """What we kept beside, unless a run went on since; an empty one where nothing is."""
+        try:
+            found = Sidecar.read(self.path, self.options.stubs)
+        except CheckpointError as error:
+            self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
+            found = None
+        return found if found is not None and found.state.iteration == iteration else Sidecar()
 
     def _kind(self) -> str:
         """Torch's, and its class where the file says it."""
@@ -128,6 +144,10 @@ class _SavedReader:
             if not isinstance(value, StoredTensor):
                 self.unplaced.look(FILE, {name: value}, {}, MODEL)
                 continue
+            if not isinstance(name, str):
+                raise Unsupported(
+                    f"{self.where}: {MODEL!r} has a tensor under {name!r:.60}, which is no name of a parameter"
+                )
             owner = first.setdefault((value.record.key, value.start, value.shape, value.strides), name)
             if owner == name or not value.shape:
                 tensors[name] = value
@@ -149,10 +169,20 @@ class _SavedReader:
             for key, value in values.items():
                 if isinstance(value, StoredTensor) and key != STEP and value.shape:
                     found.setdefault(str(number), {})[key] = value
-                else:
-                    self.collected.scalars.setdefault(str(number), {})[key] = self.opened.materialize(value)
+                elif value is not None:  # a momentum that an older SGD has not begun
+                    self.collected.scalars.setdefault(str(number), {})[key] = self._scalar(number, key, value)
         names = self._names(groups, tensors, shared, found)
         return {names[number]: states for number, states in found.items() if number in names}
+
+    def _scalar(self, number: object, key: object, value: object) -> object:
+        """What is kept once per parameter: a number, or a tensor of one."""
+        found = self.opened.materialize(value)
+        if type(found) in (int, float, bool) or (isinstance(found, SmallTensor) and found.numel() == 1):
+            return found
+        raise Unsupported(
+            f"{self.where}: {key!r:.60} of the optimizer's parameter {number!r:.60} is a {type(found).__name__}, which no group can have\n"
+            "--no-optimizer takes the weights alone."
+        )
 
     def _parts_of(self, stored: Any) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:
         groups, kept = (stored.get(key) for key in (GROUPS, STATE)) if isinstance(stored, Mapping) else (None, None)
@@ -189,7 +219,12 @@ class _SavedReader:
         for number, group in enumerate(groups):
             own = said[number] if isinstance(said, list) and number < len(said) else None
             members = group.get(PARAMS)
-            if not isinstance(own, list) or not isinstance(members, list) or len(own) != len(members):
+            if (
+                not isinstance(own, list)
+                or not all(name is None or isinstance(name, str) for name in own)
+                or not isinstance(members, list)
+                or len(own) != len(members)
+            ):
                 raise LayoutMismatch(f"{self.where}: {RECORD!r} does not describe the parameters of {OPTIMIZER!r}")
             yield group, own
 
@@ -215,7 +250,23 @@ class _SavedReader:
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
         step = iteration_of(named_step(self.path), other, state, groups, self.notes)
+        said = other.get(ITERATION)
+        if type(said) is int:
+            if not 0 <= said < MOST_STEPS:
+                raise LayoutMismatch(
+                    f"{self.where}: {ITERATION} is {said:.3g}, where no run comes\nThe file is damaged or forged."
+                )
+            del other[ITERATION]
         return TrainingState(step, groups=groups, scheduler=state, other=other)
+
+
+def _with_beside(state: TrainingState, known: TrainingState) -> TrainingState:
+    """The file's own state, with what lay beside it: another framework's scheduler, fields of the groups, values."""
+    return replace(
+        known, iteration=state.iteration, release=False, other={**known.other, **state.other},
+        groups=known.groups if agree(state.groups, known.groups) else state.groups,
+        scheduler=state.scheduler if known.scheduler is None else known.scheduler,
+    )  # fmt: skip
 
 
 def _are_dictionaries(groups: Iterable[object], kept: Mapping[Any, object]) -> bool:

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import Lossy, Problems
-from mcore_rlhf.families.fsdp.groups import STEP, completed, is_decayed
 from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.storage.torch_values import SmallTensor
+
+from .groups import STEP, completed, is_decayed
 
 _DECAY = "weight_decay"
 _OF_MEMBERS = ("wd_mult", "is_expert_parallel", "default_config", "lr_mult", "is_decoupled_lr")
@@ -93,3 +95,26 @@ def _compare(
         f"the trainer has {members[0]} in one param group with others, and it is trained with different {said}",
         "--like FOLDER takes the groups of a checkpoint that the run itself wrote; --no-optimizer converts the weights alone.",
     )
+
+
+def agree(groups: Sequence[ParamGroup], known: Sequence[ParamGroup]) -> bool:
+    """Whether groups that were kept beside a file say of every parameter what the file says: it may have dealt them otherwise.
+
+    Args:
+        groups: The file's.
+        known: Those that were kept.
+    """
+    here, there = ({name: group.fields for group in of for name in group.params} for of in (groups, known))
+    return here.keys() == there.keys() and all(
+        _plain(value) == _plain(there[name][key])
+        for name in here
+        for key, value in here[name].items()
+        if key in there[name]
+    )
+
+
+def _plain(value: object) -> object:
+    """A list and a tuple are one; so are a number and a tensor of one."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, SmallTensor) and value.numel() == 1 else value

@@ -1,0 +1,22 @@
+"""open-instruct's GRPO: DeepSpeed's ``<checkpoint_state_dir>/global_stepN`` and ``latest``, and the reference model beside them.
+
+Counters, the loader's and each rank's random states are the client state of DeepSpeed's files. Where no reference model is kept
+(``load_ref_policy`` off), nothing tells its steps from others of DeepSpeed's, as which they are read.
+Source: open-instruct d526c5d, ``open_instruct/grpo_fast.py`` (``PolicyTrainerRayProcess.save_checkpoint_state``, ``from_pretrained``).
+"""
+
+from __future__ import annotations
+
+from .table import Trainer
+
+TRAINER = Trainer(
+    name="open-instruct",
+    title="open-instruct",
+    steps=("global_step{step}",),
+    marks=(),
+    beside=("ref_policy/pytorch_model.bin",),
+    over=("openrlhf",),
+    tracker="latest",
+    tracked="global_step{step}",
+    told="--checkpoint_state_dir {root}",
+)

@@ -1,0 +1,116 @@
+"""``steps`` and ``prune`` of roots whose steps a trainer writes: what a seam committed goes by the rules, all else stays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+
+from .conftest import Cli
+
+Write = Callable[[Path], None]
+
+
+def transformers(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    (folder / "optimizer.pt").write_bytes(b"states")
+
+
+def accelerate(folder: Path) -> None:
+    (folder / "random_states_0.pkl").write_bytes(b"states")
+
+
+def torchtitan(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"states")
+    (folder / "__0_0.distcp").write_bytes(b"states")
+
+
+def bridge(folder: Path) -> None:
+    (folder / "run_config.yaml").write_text("{}")
+
+
+ROOTS = {
+    "transformers": (transformers, "checkpoint-{}"), "accelerate": (accelerate, "checkpoint_{}"), "torchtitan": (torchtitan, "step-{}"),
+    "megatron-bridge": (bridge, "iter_000000{}"),
+}  # fmt: skip
+
+
+@pytest.fixture(params=ROOTS)
+def trainer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def root(tmp_path: Path, trainer: str) -> Path:
+    """Four steps that the seam committed, 2 being the best."""
+    with TrainerSteps(tmp_path / "run", trainer, StepOptions(fsync=False)) as steps:
+        for number in range(1, 5):
+            steps.save(number, ROOTS[trainer][0], metrics={"reward": float(number == 2)})
+    return tmp_path / "run"
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def named(trainer: str, *numbers: int) -> list[str]:
+    return [ROOTS[trainer][1].format(number) for number in numbers]
+
+
+def test_rules_count_and_delete_what_a_seam_committed(cli: Cli, root: Path, trainer: str) -> None:
+    tried = cli("prune", root, "--keep-last", 2, "--dry-run", "--json").json
+    assert ([gone["step"] for gone in tried["deleted"]], tried["kept"], tried["foreign"]) == ([1, 2], [3, 4], [])
+    assert folders(root) == named(trainer, 1, 2, 3, 4)
+    done = cli("prune", root, "--keep-last", 1, "--keep-best", "reward")
+    assert (done.code, "deleted 2 steps" in done.stdout, "kept: 2, 4" in done.stdout) == (0, True, True)
+    assert folders(root) == named(trainer, 2, 4)
+    assert cli("steps", root).code == 0
+    assert cli("prune", root, "--keep-best", "loss").code == 2
+
+
+def test_quarantine_takes_a_step_out_of_the_rules(cli: Cli, root: Path, trainer: str) -> None:
+    (one,) = [
+        step for step in cli("steps", root, "--quarantine", 4, "--reason", "bad", "--json").json if step["quarantined"]
+    ]
+    assert (one["step"], one["quarantined"]) == (4, "bad")
+    assert cli("prune", root, "--keep-last", 1).code == 0
+    assert folders(root) == named(trainer, 3, 4)
+    assert not any(step["quarantined"] for step in cli("steps", root, "--release", 4, "--json").json)
+    refused = cli("steps", root, "--quarantine", 9)
+    assert (refused.code, "there is no step 9" in refused.stderr) == (2, True)
+
+
+def test_nothing_goes_while_the_newest_is_damaged(cli: Cli, root: Path, trainer: str) -> None:
+    file = next(
+        path
+        for path in (root / named(trainer, 4)[0]).iterdir()
+        if "mcore" not in path.name and path.name != "manifest.json"
+    )
+    file.write_bytes(bytes(len(file.read_bytes())))
+    refused = cli("prune", root, "--keep-last", 1)
+    assert (refused.code, "nothing was deleted" in refused.stderr) == (1, True)
+    assert folders(root) == named(trainer, 1, 2, 3, 4)
+
+
+def test_steps_of_the_trainers_own_are_never_deleted(cli: Cli, root: Path, trainer: str) -> None:
+    """Without a manifest, nobody knows that they are whole, and nobody asked us to look after them."""
+    write, name = ROOTS[trainer]
+    for number in (0, 5):
+        (root / name.format(number)).mkdir()
+        write(root / name.format(number))
+    done = cli("prune", root, "--keep-last", 1, "--include-damaged")
+    assert folders(root) == named(trainer, 0, 4, 5)
+    assert "without a manifest, so that no rule counts or deletes them: 0, 5; mcore-rlhf adopt" in done.stdout
+
+
+def test_what_the_tracker_names_stays(cli: Cli, tmp_path: Path) -> None:
+    with TrainerSteps(tmp_path / "run", "megatron-bridge", StepOptions(fsync=False)) as steps:
+        for number in range(1, 4):
+            steps.save(number, bridge)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
+    assert cli("prune", tmp_path / "run", "--keep-last", 1).code == 0
+    assert folders(tmp_path / "run") == ["iter_0000001", "iter_0000003"]
