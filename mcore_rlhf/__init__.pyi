@@ -29,11 +29,14 @@ from .manager.rlhf.controls import FixedKL as FixedKL
 from .manager.rlhf.controls import KLController as KLController
 from .manager.rlhf.controls import LinearSchedule as LinearSchedule
 from .manager.rlhf.controls import Schedule as Schedule
+from .manager.rlhf.journal import RolloutJournal as RolloutJournal
+from .manager.rlhf.journal_writer import JournalWriter as JournalWriter
 from .manager.rlhf.pieces import BestMetric as BestMetric
 from .manager.rlhf.pieces import Buffer as Buffer
 from .manager.rlhf.pieces import InFlightPrompt as InFlightPrompt
 from .manager.rlhf.pieces import RunningStatistics as RunningStatistics
 from .manager.rlhf.prompts import Prompt as Prompt
+from .manager.rlhf.rollouts import Rollout as Rollout
 from .manager.rlhf.sampler import PromptSampler as PromptSampler
 from .manager.rlhf.state import RlhfState as RlhfState
 from .manager.run.commit import Transaction as Transaction
