@@ -19,12 +19,13 @@ import numpy as np
 from mcore_rlhf.manager.rlhf.journal_writer import JournalWriter
 from mcore_rlhf.manager.rlhf.rollouts import Rollout
 from mcore_rlhf.storage.appending import Pace
-from mcore_rlhf.storage.framed import framed
+from mcore_rlhf.storage.framed import OVERHEAD, frame_head
 
 from .measure import Spread
 from .table import Row
 
 PRODUCERS = 4
+_LARGE_NBYTES = 64 << 10
 SIZES = {"small": (50_000, 16), "large": (1_500, 16_384)}
 """Rollouts of each producer, and tokens of each."""
 
@@ -34,7 +35,7 @@ def row_23(folder: Path, rounds: int) -> Iterator[Row]:
     for size, (many, tokens) in SIZES.items():
         journal, plain = _contest(root, size, rounds)
         total = PRODUCERS * many
-        nbytes = total * len(framed(0, _rollout(tokens, 0).to_bytes()))
+        nbytes = total * (OVERHEAD + len(_rollout(tokens, 0).to_bytes()))
         told = f"{total:,} rollouts of {tokens:,} tokens and log-probabilities, {nbytes / 1e6:.0f} MB"
         if size == "small":
             rates = Spread([total / wall for wall in journal])
@@ -109,6 +110,10 @@ def _rollout(tokens: int, number: int) -> Rollout:
     return Rollout(number % 97, 0, number, 0, version=3, seed=number, reward=0.5, tensors=values)
 
 
+def _framed(number: int, payload: bytes) -> bytes:
+    return frame_head(number, payload) + payload
+
+
 def _into_journal(root: Path, name: str, rollouts: list[Rollout]) -> Callable[[], None]:
     writer = JournalWriter(root, name)
 
@@ -122,14 +127,15 @@ def _into_journal(root: Path, name: str, rollouts: list[Rollout]) -> Callable[[]
 
 
 def _plainly(root: Path, name: str, rollouts: list[Rollout]) -> Callable[[], None]:
-    records, group, nbytes = [framed(number, one.to_bytes()) for number, one in enumerate(rollouts)], list[bytes](), 0
+    records, group, nbytes = [_framed(number, one.to_bytes()) for number, one in enumerate(rollouts)], list[bytes](), 0
     fd = os.open(root / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     most = Pace().group_nbytes
 
     def put(group: list[bytes]) -> None:
-        data = memoryview(b"".join(group))
-        while data:
-            data = data[os.write(fd, data) :]
+        for data in group if len(group[0]) >= _LARGE_NBYTES else [b"".join(group)]:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
         os.fsync(fd)
 
     def work() -> None:
@@ -140,7 +146,8 @@ def _plainly(root: Path, name: str, rollouts: list[Rollout]) -> Callable[[], Non
             if nbytes >= most:
                 put(group)
                 group, nbytes = [], 0
-        put(group)
+        if group:
+            put(group)
 
     return work
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from ..errors import StorageError, UsageError, headline, log_of
 from .beneath import Beneath, remove
-from .framed import MAX_PAYLOAD, framed
+from .framed import MAX_PAYLOAD, OVERHEAD, frame_head
 from .paths import human, storage_error
 from .publish import sync_folder
 from .waiting import waiting_for
@@ -35,6 +35,7 @@ SUFFIX = ".seg"
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,99}")
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _FOR_EVER = 1 << 62
+_LARGE_NBYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +383,6 @@ class _Segment:
             with suppress(OSError):  # where there are no locks, only files that were closed are ever removed
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             made._add([header])
-            made.sync()
             sync_folder(folder)
         except BaseException:
             made.leave()
@@ -395,10 +395,23 @@ class _Segment:
         self._written = len(group)
 
     def _add(self, records: list[bytes]) -> None:
-        data = memoryview(b"".join(framed(self.number + at, record) for at, record in enumerate(records)))
-        self.number, self.nbytes = self.number + len(records), self.nbytes + len(data)
-        while data:
-            data = data[os.write(self.fd, data) :]
+        """Write frames: small ones together, large ones without another copy."""
+        pieces: list[bytes] = []
+        for record in records:
+            pieces.append(frame_head(self.number, record))
+            self.number, self.nbytes = self.number + 1, self.nbytes + OVERHEAD + len(record)
+            if len(record) >= _LARGE_NBYTES:
+                self._write(b"".join(pieces))
+                self._write(record)
+                pieces = []
+            else:
+                pieces.append(record)
+        self._write(b"".join(pieces))
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
 
     def sync(self, ending: bool = False) -> None:
         """Confirm what was written.

@@ -25,15 +25,15 @@ MAX_PAYLOAD = 1 << 30
 _WINDOW_NBYTES = 4 << 20
 
 
-def framed(number: int, payload: bytes) -> bytes:
-    """A frame.
+def frame_head(number: int, payload: bytes) -> bytes:
+    """What stands before a payload.
 
     Args:
-        number: Its number in the file.
-        payload: What it holds; empty for the end.
+        number: The frame's number in the file.
+        payload: It; empty for the end.
     """
     head = _HEAD.pack(len(payload), number)
-    return b"".join((_CRC.pack(crc32(payload, crc32(head))), head, payload))
+    return _CRC.pack(crc32(payload, crc32(head))) + head
 
 
 @dataclass(frozen=True, slots=True)

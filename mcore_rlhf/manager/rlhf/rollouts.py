@@ -88,7 +88,7 @@ class Rollout:
         Raises:
             UsageError: A tensor is none, or something is no plain value.
         """
-        parts: list[bytes] = []
+        parts: list[bytes | memoryview] = []
         told: list[tuple[str, str, tuple[int, ...]]] = []
         for name, value in self.tensors.items():
             dtype, shape, data = _elements(name, value)
@@ -204,7 +204,7 @@ def _read_head(data: bytes | memoryview, where: str) -> tuple[RolloutHead, int]:
     return head, end
 
 
-def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes]:
+def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes | memoryview]:
     """The type, the shape and the elements of an array or tensor."""
     torch = sys.modules.get("torch")  # a tensor cannot exist before torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
@@ -212,7 +212,7 @@ def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes]:
         if dtype not in _NUMPY and dtype not in _TORCH:
             raise UsageError(f"rollout: {name}: expected numbers of a known type, found a tensor of {dtype}")
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return dtype, shape, flat.numpy().tobytes()
+        return dtype, shape, _bytes_of(flat.numpy())
     array = np.asarray(value)
     if array.dtype.name not in _NUMPY:
         raise UsageError(
@@ -220,7 +220,12 @@ def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes]:
         )
     if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
         array = array.astype(array.dtype.newbyteorder("<"))
-    return array.dtype.name, array.shape, array.tobytes()
+    return array.dtype.name, array.shape, _bytes_of(array)
+
+
+def _bytes_of(array: NDArray[Any]) -> bytes | memoryview:
+    """The elements in their order, without a copy where they lie so."""
+    return array.data.cast("B") if array.flags.c_contiguous and array.size and array.ndim else array.tobytes()
 
 
 def _taken(one: StoredArray, data: bytes | memoryview, at: int, where: str) -> tuple[Values, int]:

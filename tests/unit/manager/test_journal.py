@@ -30,7 +30,7 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError
 from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.storage.appending import Pace
-from mcore_rlhf.storage.framed import framed
+from mcore_rlhf.storage.framed import frame_head
 
 QUICK = Pace(write_s=0.001, sync_s=0.005)
 
@@ -241,6 +241,10 @@ def test_what_rollouts_were_made_with_must_agree(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match="tokenizer"):
         JournalWriter(tmp_path, "w", fingerprint={"tokenizer": "b"})
     RolloutJournal(tmp_path, fingerprint={"tokenizer": "a", "dataset": "c"})
+
+
+def framed(number: int, payload: bytes) -> bytes:
+    return frame_head(number, payload) + payload
 
 
 def header(root: Path, **changed: object) -> bytes:

@@ -7,7 +7,7 @@ import struct
 import zlib
 from pathlib import Path
 
-from mcore_rlhf.storage.framed import OVERHEAD, FrameReader, framed, payload_at
+from mcore_rlhf.storage.framed import OVERHEAD, FrameReader, frame_head, payload_at
 
 
 def by_hand(number: int, payload: bytes) -> bytes:
@@ -31,7 +31,7 @@ PAYLOADS = [b"one", b"\0" * 50, b"three" * 100, b"4"]
 
 
 def test_a_frame_is_what_the_docstring_says() -> None:
-    assert all(framed(at, payload) == by_hand(at, payload) for at, payload in enumerate([*PAYLOADS, b""]))
+    assert all(frame_head(at, payload) + payload == by_hand(at, payload) for at, payload in enumerate([*PAYLOADS, b""]))
 
 
 def test_a_file_that_was_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
