@@ -46,7 +46,9 @@ def history(folder: Path, kills: int, rng: random.Random, timeout: int) -> None:
     epochs, found = judge(folder), losses(folder)
     given, lost = sum(one["given"] for one in found), sum(one["lost"] for one in found)
     oldest = max(one["oldest_s"] for one in found)
-    print(f"kills {done}; {epochs} epochs; {given} rollouts found in the journal by restarts, {lost} not, the oldest {oldest:.3f} s old")
+    print(
+        f"kills {done}; {epochs} epochs; {given} rollouts found in the journal by restarts, {lost} not, the oldest {oldest:.3f} s old"
+    )
     assert oldest <= 2
     assert not done["trainer"] + done["both"] or given, "the journal was of some use"
     assert len(list((folder / "root" / "journal").glob("*.seg"))) < kills + 10, "what is not needed any more goes"
