@@ -31,6 +31,7 @@ from .manager.rlhf.controls import LinearSchedule as LinearSchedule
 from .manager.rlhf.controls import Schedule as Schedule
 from .manager.rlhf.journal import RolloutJournal as RolloutJournal
 from .manager.rlhf.journal_writer import JournalWriter as JournalWriter
+from .manager.rlhf.loader_prompts import LoaderPrompts as LoaderPrompts
 from .manager.rlhf.pieces import BestMetric as BestMetric
 from .manager.rlhf.pieces import Buffer as Buffer
 from .manager.rlhf.pieces import InFlightPrompt as InFlightPrompt

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...errors import CheckpointError
 from ...storage.paths import ReadablePath
 from ...storage.pt import read_pt
 from ...storage.records import record_of
+from . import carried, loader_prompts, sampler
 from .data_state import WHERE, unpack
 from .rollouts import SampleKey
-from .sampler import KIND, SamplerState
+from .sampler import NextPlace, PendingPrompt, SamplerState
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """What a saved sampler has had acknowledged.
+    """What had been acknowledged when something was saved.
 
     Args:
-        epoch_length: Places of an epoch.
-        next_slot: The first place that was never handed out, counted over all epochs.
+        next: The first place, by epoch and position, that was never handed out.
         pending: Samples of earlier places that were not acknowledged, by place.
     """
 
-    epoch_length: int
-    next_slot: int
-    pending: Mapping[int, frozenset[int]]
+    next: tuple[int, int]
+    pending: Mapping[tuple[int, int], frozenset[int]]
 
     @classmethod
-    def of(cls, state: SamplerState) -> Consumed:
+    def of(cls, place: NextPlace, in_flight: Iterable[PendingPrompt]) -> Consumed:
         """Of what a sampler saved."""
-        length = state.epoch_length
-        pending = {one.epoch * length + one.position: frozenset(one.pending) for one in state.in_flight}
-        return cls(length, state.next.epoch * length + state.next.position, pending)
+        pending = {(one.epoch, one.position): frozenset(one.pending) for one in in_flight}
+        return cls((place.epoch, place.position), pending)
 
     @classmethod
     def by(cls, step: ReadablePath) -> Consumed:
@@ -45,12 +43,18 @@ class Consumed:
         Raises:
             CheckpointError: It has no such file, or another loader's.
         """
-        state, _ = unpack(read_pt(step, WHERE).tree, KIND)
-        return cls.of(record_of(SamplerState, state, f"{step}/{WHERE}: state"))
+        saved = read_pt(step, WHERE).tree
+        if isinstance(saved, Mapping) and saved.get("kind") == carried.KIND:
+            loader, _ = unpack(saved, carried.KIND)
+            state = loader_prompts.read_state(loader.get(carried.DRIVER))
+            return cls.of(state.next, state.in_flight)
+        told, _ = unpack(saved, sampler.KIND)
+        found = record_of(SamplerState, told, f"{step}/{WHERE}: state")
+        return cls.of(found.next, found.in_flight)
 
     def __contains__(self, key: SampleKey) -> bool:
-        slot = key.epoch * self.epoch_length + key.position
-        return slot < self.next_slot and key.sample not in self.pending.get(slot, ())
+        place = (key.epoch, key.position)
+        return place < self.next and key.sample not in self.pending.get(place, ())
 
 
 def consumed_by(step: ReadablePath) -> Consumed | str:

@@ -29,8 +29,11 @@ from mcore_rlhf import (
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError
 from mcore_rlhf.manager.rlhf.consumed import Consumed
+from mcore_rlhf.manager.rlhf.data_state import unpack
+from mcore_rlhf.manager.rlhf.sampler import SamplerState
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.framed import frame_head
+from mcore_rlhf.storage.records import record_of
 
 QUICK = Pace(write_s=0.001, sync_s=0.005)
 
@@ -132,12 +135,9 @@ def test_consumed_is_what_the_samplers_own_state_says() -> None:
     batch = one.next_batch(6)
     one.acknowledge(batch[0])
     one.acknowledge(batch[3], 1)
-    from mcore_rlhf.manager.rlhf.data_state import unpack
-    from mcore_rlhf.manager.rlhf.sampler import SamplerState
-    from mcore_rlhf.storage.records import record_of
-
     state, _ = unpack(one.state_dict(), "prompt_sampler")
-    seen = Consumed.of(record_of(SamplerState, state, "here"))
+    told = record_of(SamplerState, state, "here")
+    seen = Consumed.of(told.next, told.in_flight)
     keys = [Rollout.of(prompt, sample, version=0).key for prompt in [*batch, *one.next_batch(20)] for sample in (0, 1)]
     assert [key for key in keys if key in seen] == [keys[0], keys[1], keys[7]]
 
