@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ...errors import Corrupt, LayoutMismatch, UsageError
-from ...storage.records import Natural, record_of, told
+from ...storage.records import Natural, record_of, shorten, told
 from .data_state import WHERE
 from .prompts import Prompt, sample_seed
 from .sampler import NextPlace, PendingPrompt
 
 Content = TypeVar("Content", covariant=True)
-KIND = "loader_prompts"
+KIND, LOADER = "loader_prompts", "loaders"
 
 
 class ResumableLoader(Protocol[Content]):
-    """torchdata's ``StatefulDataLoader``, or what is like it: with the same state it yields the same batches."""
+    """torchdata's ``StatefulDataLoader``, or what is like it: with the same state it yields the same batches up to the epoch's end.
+
+    Once ``iter`` has begun an epoch, the state is that of the new epoch.
+    """
 
     def __iter__(self) -> Iterator[Content]: ...
 
@@ -66,14 +69,15 @@ class LoaderPromptsState:
 
     Args:
         group_size, seed: See :class:`LoaderPrompts`.
-        begin: The place of the first prompt that the loader yields from its saved state on.
+        begins: The place of the first prompt that the loader yields from each of its saved states on: one for each epoch, as with the
+            state of an earlier one it may draw another order of the next.
         next: The first place that was never handed out.
-        in_flight: What was handed out, and not wholly acknowledged; all else from ``begin`` to ``next`` was.
+        in_flight: What was handed out, and not wholly acknowledged; all else before ``next`` was.
     """
 
     group_size: Natural
     seed: int
-    begin: NextPlace
+    begins: tuple[NextPlace, ...]
     next: NextPlace
     in_flight: tuple[PendingPrompt, ...]
 
@@ -106,6 +110,7 @@ class LoaderPrompts:
     _epoch: int = 0
     _position: int = 0
     _drawn: deque[_Drawn] = field(default_factory=deque)
+    _later: deque[tuple[NextPlace, dict[str, Any]]] = field(default_factory=deque)
     _until: tuple[int, int] = (0, 0)
     _waiting: dict[tuple[int, int], PendingPrompt] = field(default_factory=dict)
 
@@ -136,10 +141,17 @@ class LoaderPrompts:
             except StopIteration:
                 if began and not self._position:
                     break
-                self._epoch, self._position, self._iterator = self._epoch + 1, 0, None
+                self._next_epoch()
                 continue
             return self._issued(content, before)
         raise UsageError(f"data: {type(self.loader).__name__} yields nothing in an epoch")
+
+    def _next_epoch(self) -> None:
+        self._epoch, self._position, self._iterator = self._epoch + 1, 0, None
+        if self._later:
+            place, state = self._later.popleft()
+            self.loader.load_state_dict(state)
+            self._epoch, self._position = place.epoch, place.position
 
     def _issued(self, content: Any, before: dict[str, Any]) -> LoadedBatch:
         start, size = self._position, self.size(content)
@@ -196,16 +208,25 @@ class LoaderPrompts:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, as far as the loader's own state is of such."""
-        here = NextPlace(self._epoch, self._position)
-        oldest = self._drawn[0] if self._drawn else None
+        begins = [*self._begins(), *self._later]
         state = LoaderPromptsState(
             self.group_size,
             self.seed,
-            begin=here if oldest is None else NextPlace(oldest.epoch, oldest.start),
-            next=NextPlace(*max(self._until, (here.epoch, here.position))),
+            begins=tuple(place for place, _ in begins),
+            next=NextPlace(*max(self._until, (self._epoch, self._position))),
             in_flight=(*self._in_flight(), *self._waiting.values()),
         )
-        return {KIND: told(state), "loader": self.loader.state_dict() if oldest is None else oldest.before}
+        return {KIND: told(state), LOADER: [loader for _, loader in begins]}
+
+    def _begins(self) -> Iterator[tuple[NextPlace, dict[str, Any]]]:
+        """Of every epoch with prompts in flight where its first one is drawn; and where the loader is now."""
+        epoch = -1
+        for one in self._drawn:
+            if one.epoch != epoch:
+                epoch = one.epoch
+                yield NextPlace(epoch, one.start), one.before
+        if epoch != self._epoch:
+            yield NextPlace(self._epoch, self._position), self.loader.state_dict()
 
     def _in_flight(self) -> Iterator[PendingPrompt]:
         for one in self._drawn:
@@ -226,8 +247,8 @@ class LoaderPrompts:
                 raise LayoutMismatch(
                     f"{WHERE}: {name}: expected {expected}, as this run has, found {found}\nResume with the settings that it began with."
                 )
-        self.loader.load_state_dict(saved["loader"])
-        self._iterator, self._epoch, self._position = None, state.begin.epoch, state.begin.position
+        self._later = deque(zip(state.begins, saved[LOADER], strict=True))
+        self._next_epoch()
         self._drawn, self._until = deque(), (state.next.epoch, state.next.position)
         self._waiting = {(one.epoch, one.position): one for one in state.in_flight}
 
@@ -238,11 +259,15 @@ def read_state(saved: object) -> LoaderPromptsState:
     Raises:
         CheckpointError: It is another loader's state, or damaged.
     """
-    if not isinstance(saved, Mapping) or saved.keys() != {KIND, "loader"}:
+    if not isinstance(saved, Mapping) or saved.keys() != {KIND, LOADER}:
         raise Corrupt(
             f"{WHERE}: expected the state of LoaderPrompts, found another loader's\nResume with the loader that saved it."
         )
-    return record_of(LoaderPromptsState, saved[KIND], f"{WHERE}: {KIND}")
+    state = record_of(LoaderPromptsState, saved[KIND], f"{WHERE}: {KIND}")
+    found = saved[LOADER]
+    if not isinstance(found, list) or len(found) != len(state.begins) or not found:
+        raise Corrupt(f"{WHERE}: expected the loader's states at {len(state.begins)} places, found {shorten(found)}")
+    return state
 
 
 def _holds(drawn: _Drawn, prompt: Prompt) -> bool:
