@@ -37,6 +37,8 @@ from .manager.rlhf.pieces import Buffer as Buffer
 from .manager.rlhf.pieces import InFlightPrompt as InFlightPrompt
 from .manager.rlhf.pieces import RunningStatistics as RunningStatistics
 from .manager.rlhf.prompts import Prompt as Prompt
+from .manager.rlhf.replay import buffer_of as replay_buffer_of
+from .manager.rlhf.replay import state_of as replay_state_of
 from .manager.rlhf.rollouts import Rollout as Rollout
 from .manager.rlhf.sampler import PromptSampler as PromptSampler
 from .manager.rlhf.state import RlhfState as RlhfState
@@ -69,5 +71,5 @@ from .verify.checkpoint import verify as verify_checkpoint
 from .weights import iter_weights as iter_weights
 
 # A name that is imported as itself is exported; one that has another name here must be listed.
-__all__ = ["convert_checkpoint", "prepare_conversion", "verify_checkpoint"]
+__all__ = ["convert_checkpoint", "prepare_conversion", "replay_buffer_of", "replay_state_of", "verify_checkpoint"]
 __version__: str
