@@ -171,11 +171,14 @@ class AppendLog:
         self._turn.wait_for(fits, self.pace.patience_s)
         if not self._waiting or self._waiting + nbytes <= self.pace.most_waiting:
             return True
-        text = f"{self.folder}: the disk has not taken {human(self._waiting)} of records for {self._waited_s():.0f} s"
-        error = self.problem or StorageError(f"{text}\nFree space, or look at the file system; it is tried again.")
+        if self.problem is None:  # a disk that hangs; from now on nobody waits for it
+            text = (
+                f"{self.folder}: the disk has not taken {human(self._waiting)} of records for {self._waited_s():.0f} s"
+            )
+            self.problem = StorageError(f"{text}\nFree space, or look at the file system; it is tried again.")
+            self._say(self.problem)
         if self.on_error == "raise":
-            raise error
-        self._say(error)
+            raise self.problem
         return False
 
     def _waited_s(self) -> float:
@@ -282,7 +285,8 @@ class AppendLog:
             try:
                 self._put(sync or again)
                 return
-            except OSError as error:
+            except (OSError, MemoryError) as found:
+                error = found if isinstance(found, OSError) else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
                 segment, self._segment = self._segment, None
                 path = self.folder if segment is None else segment.path
                 if segment is not None:

@@ -20,7 +20,7 @@ from .reading import LocalFile
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQ")
 OVERHEAD = _CRC.size + _HEAD.size
 """Bytes that a frame has besides its payload."""
-MAX_PAYLOAD = 1 << 30
+MAX_PAYLOAD = 256 << 20
 """Bytes of a payload: what is said to be longer is not believed."""
 _WINDOW_NBYTES = 4 << 20
 

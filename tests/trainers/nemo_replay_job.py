@@ -1,7 +1,7 @@
 """NeMo-RL's own ReplayBuffer, whose state goes through a step of ours into another one; prints what both hand out.
 
-The class is theirs, and so is ``BatchedDataDict``. What their packages import besides, and the buffer does not use (vLLM, Megatron, workers),
-stands in for itself as empty modules.
+The class is theirs, and so is ``BatchedDataDict``. What their packages import besides, and the buffer does not use (vLLM, Megatron,
+workers), are empty modules here.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ class JournalCounts:
     Args:
         finished: Rollouts in the journal that were not given back yet.
         given: Given back.
+        newer: Of these, those of newer weights than the present ones: the crash has lost those.
         stale: Dropped, as their weights were too old.
         other: Dropped, as another prompt stands in their place now.
         lost: Dropped, as they could not be read any more.
@@ -63,6 +64,7 @@ class JournalCounts:
 
     finished: int = 0
     given: int = 0
+    newer: int = 0
     stale: int = 0
     other: int = 0
     lost: int = 0
@@ -130,6 +132,7 @@ class RolloutJournal:
         wanted = {sample: group[sample] for sample in prompt.pending if sample in group}
         rollouts = [one for found in wanted.values() if (one := self._taken(found, prompt, version)) is not None]
         self.counts.given += len(rollouts)
+        self.counts.newer += sum(one.version > version for one in rollouts)
         done = {one.sample for one in rollouts}
         return Taken(tuple(rollouts), tuple(sample for sample in prompt.pending if sample not in done))
 

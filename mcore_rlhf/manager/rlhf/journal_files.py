@@ -200,6 +200,8 @@ class Segment:
                 elif (found := self._rollout(frame)) is not None:
                     self.held.append(found.place)
                     yield found
+        except NotACheckpoint:  # it was removed meanwhile, as nobody needs it any more
+            return
         except CheckpointError as error:
             self.problem = error
 

@@ -28,6 +28,7 @@ from mcore_rlhf import (
 )
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError
+from mcore_rlhf.manager.rlhf import journal_files
 from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.rlhf.data_state import unpack
 from mcore_rlhf.manager.rlhf.sampler import SamplerState
@@ -104,6 +105,7 @@ def test_stale_ones_are_dropped_and_counted(tmp_path: Path, version: int, stale:
     journal = RolloutJournal(tmp_path, max_staleness=3)
     rollouts, missing = journal.take(prompt, version)
     assert (len(rollouts), len(missing), journal.counts.stale) == (2 - stale, stale, stale)
+    assert journal.counts.newer == 2 * (version < 1)
 
 
 def test_of_two_the_one_of_newer_weights_counts(tmp_path: Path) -> None:
@@ -285,6 +287,15 @@ def test_records_that_hold_something_else_are_passed_over(tmp_path: Path) -> Non
     (tmp_path / "journal" / "strange.seg").write_bytes(data)
     assert RolloutJournal(tmp_path).counts.finished == 2
     assert (command("journal", tmp_path)[0], facts(tmp_path)["damaged"]) == (1, 2)
+
+
+def test_a_segment_that_is_removed_while_it_is_looked_at_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, sampler().next_batch(1))
+    real = journal_files.segment_files
+    monkeypatch.setattr(journal_files, "segment_files", lambda folder: [*real(folder), (folder / "gone.seg", True)])
+    assert RolloutJournal(tmp_path).counts.finished == 2
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
