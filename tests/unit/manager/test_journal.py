@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -379,3 +381,25 @@ def test_the_command_where_there_is_none(tmp_path: Path) -> None:
     write(tmp_path, sampler().next_batch(1))
     assert command("journal", tmp_path)[0] == 0, "before the first step as well"
     assert command("steps", tmp_path)[0] == 1
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+import numpy
+from mcore_rlhf import JournalWriter, PromptSampler, Rollout, RolloutJournal
+from mcore_rlhf.cli.app import app
+(prompt,) = PromptSampler(4, seed=1).next_batch(1)
+with JournalWriter(sys.argv[1], "w") as writer:
+    writer.add(Rollout.of(prompt, 0, version=1, tokens=numpy.arange(3)))
+assert len(RolloutJournal(sys.argv[1]).take(prompt, 1).rollouts) == 1
+app(["journal", sys.argv[1]])
+"""
+
+
+def test_producers_and_the_command_need_no_torch(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 rollout of 1 producer" in done.stdout
