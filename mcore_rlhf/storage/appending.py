@@ -146,12 +146,13 @@ class AppendLog:
         with self._turn:
             if self._closing:
                 raise UsageError(f"{self.folder}: this writer is closed")
-            self.counts.added += 1
-            if self._waiting + len(record) > self.pace.most_waiting and not self._has_room(len(record)):
-                self.counts.dropped += 1
-                return False
+            has_room = self._waiting + len(record) <= self.pace.most_waiting or self._has_room(len(record))
             if self.problem is not None and self.on_error == "raise":
                 raise self.problem
+            self.counts.added += 1
+            if not has_room:
+                self.counts.dropped += 1
+                return False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mcore_rlhf journal", daemon=True)
                 self._thread.start()
@@ -177,8 +178,6 @@ class AppendLog:
             )
             self.problem = StorageError(f"{text}\nFree space, or look at the file system; it is tried again.")
             self._say(self.problem)
-        if self.on_error == "raise":
-            raise self.problem
         return False
 
     def _waited_s(self) -> float:
@@ -224,10 +223,12 @@ class AppendLog:
             self._closing = True
             self.problem, self._retry_s = None, 0.0  # once more
         atexit.unregister(self._at_exit)
+        if self._thread is None:
+            return
         try:
-            if self._thread is not None:
-                self.flush(seconds)
+            self.flush(seconds)
         except StorageError as error:
+            seconds = 1.0
             if self.on_error == "raise":
                 raise
             self._say(error)
@@ -235,8 +236,7 @@ class AppendLog:
             with self._turn:
                 self._urgent = _FOR_EVER
                 self._turn.notify_all()
-            if self._thread is not None:
-                self._thread.join(seconds)
+            self._thread.join(seconds)
 
     def begin_anew(self) -> None:
         """In a forked child: the file, the thread and what waits are the parent's."""
@@ -244,6 +244,7 @@ class AppendLog:
             os.close(self._segment.fd)
         self._turn, self._thread, self._segment = threading.Condition(), None, None
         self._fresh, self._group, self._waiting, self.counts = [], [], 0, AppendCounts()
+        self._urgent, self._retry_s, self.problem = 0, 0.0, None
 
     # What follows runs in the thread that writes.
 
@@ -364,6 +365,20 @@ def _close_at_exit(log: Callable[[], AppendLog | None]) -> None:
         found.close(10.0)
 
 
+def _lock(fd: int) -> None:
+    """Say that a new file is written; where there are no locks, only files that were closed are ever removed.
+
+    Raises:
+        BlockingIOError: Somebody is about to remove it, as there is nothing in it yet.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
 @dataclass(slots=True)
 class _Segment:
     """A file that this process adds to. Locked while that goes on, so that nobody removes it."""
@@ -384,8 +399,7 @@ class _Segment:
             fd = there.create(name)
         made = cls(folder / name, fd)
         try:
-            with suppress(OSError):  # where there are no locks, only files that were closed are ever removed
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
             made._add([header])
             sync_folder(folder)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -144,6 +145,7 @@ def test_who_wants_it_is_told_by_add(tmp_path: Path, fsync: Fsync) -> None:
         log.flush(10)
     with pytest.raises(StorageError, match="Input/output error"):
         log.add(b"y")
+    assert log.counts.added == 1, "what was refused is not waited for"
     with pytest.raises(StorageError):
         log.close()
 
@@ -194,16 +196,41 @@ def test_a_fork_has_files_of_its_own(tmp_path: Path) -> None:
     log.flush(10)
     pid = os.fork()
     if not pid:
+        code = 1
         try:
             log.add(b"child")
+            log.flush(10)
+            spent = time.process_time()
+            time.sleep(0.2)
+            code = int(time.process_time() - spent > 0.1)  # it does not think that the parent's flush is its own
             log.close()
         finally:
-            os._exit(0)
+            os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     log.add(b"parent again")
     log.close()
     assert sorted(records(tmp_path)) == [b"child", b"parent", b"parent again"]
     assert closed(tmp_path) == [True, True]
+
+
+def test_a_new_file_that_somebody_is_about_to_remove_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refuse = fcntl.flock, [True]
+
+    def flock(fd: int, how: int) -> None:
+        if refuse and refuse.pop():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    log = AppendLog(tmp_path, "w", b"h", QUICK)
+    log.add(b"x")
+    log.flush(10)
+    assert not refuse
+    (path,) = tmp_path.glob("*.seg")
+    with path.open("rb") as other, pytest.raises(BlockingIOError):
+        real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    log.close()
+    assert records(tmp_path) == [b"x"]
 
 
 def test_somebody_removes_the_file_under_it(tmp_path: Path) -> None:
