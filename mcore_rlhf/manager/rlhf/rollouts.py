@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -172,7 +172,7 @@ def read_place(data: bytes | memoryview, where: str) -> StoredPlace:
     Raises:
         Corrupt: It is no rollout.
     """
-    content, _ = _content(data, where)
+    content, _ = _content(data, where, json.loads)
     try:
         place = StoredPlace(
             SampleKey(*(content[name] for name in SampleKey._fields)), content["prompt_id"], content["version"]
@@ -185,14 +185,14 @@ def read_place(data: bytes | memoryview, where: str) -> StoredPlace:
     raise Corrupt(f"{where}: is no rollout: {shorten(place)}")
 
 
-def _content(data: bytes | memoryview, where: str) -> tuple[Any, int]:
+def _content(data: bytes | memoryview, where: str, parse: Callable[[str], Any] = parse_json) -> tuple[Any, int]:
     length = _LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else -1
     end = _LENGTH.size + length
     if not 0 <= length <= _MAX_HEAD or end > len(data):
         raise Corrupt(f"{where}: is no rollout: its head should have {length:,} of {len(data):,} bytes")
     try:
-        return parse_json(bytes(data[_LENGTH.size : end])), end
-    except ValueError as error:
+        return parse(str(data[_LENGTH.size : end], "utf-8")), end
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where}: is no rollout: {error}") from None
 
 
