@@ -122,10 +122,7 @@ class RolloutJournal:
 
         Args:
             prompt: It.
-            version: Of the present weights; what is too old for it is dropped, and counted.
-
-        Raises:
-            StorageError: A segment cannot be read.
+            version: Of the present weights; what is too old for it is dropped, and counted, as is what cannot be read.
         """
         group = self._finished.pop((prompt.epoch, prompt.position), {})
         self.counts.finished -= len(group)
@@ -143,8 +140,8 @@ class RolloutJournal:
         if self.max_staleness is not None and version - found.place.version > self.max_staleness:
             self.counts.stale += 1
             return None
-        data = payload_at(found.path, found.number, found.offset, found.nbytes)
         try:
+            data = payload_at(found.path, found.number, found.offset, found.nbytes)
             if data is not None:
                 return Rollout.from_bytes(data, f"{found.path}: record {found.number}")
         except CheckpointError as error:

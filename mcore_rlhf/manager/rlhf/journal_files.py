@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import CheckpointError, Corrupt, LayoutMismatch, NotACheckpoint, Unsupported, shown
+from ...errors import CheckpointError, Corrupt, LayoutMismatch, NotACheckpoint, Unreadable, Unsupported, shown
 from ...installation import to_upgrade
 from ...storage.appending import SUFFIX
 from ...storage.beneath import Beneath, make_folder, remove_beneath, write_new
@@ -190,8 +190,9 @@ class Segment:
 
     def read(self, expected: JournalMark) -> Iterator[StoredRollout]:
         """The rollouts that were not read yet; none of a segment that is another run's, or cannot be read, which is noted."""
-        if self.problem is not None:
+        if self.problem is not None and not isinstance(self.problem, Unreadable):
             return
+        self.problem = None  # a disk that did not answer may do so now
         try:
             for frame in self.reader.read():
                 if self.mark is None:
@@ -260,9 +261,10 @@ class JournalFolder:
             del self.segments[name]
         for path, regular in there.items():
             segment = self.segments.setdefault(path.name, Segment(path, FrameReader(path)))
-            if not regular:
+            if regular:
+                yield from segment.read(self.mark)
+            else:
                 segment.problem = Corrupt(f"{path}: is no regular file, and no link is followed here\nMove it away.")
-            yield from segment.read(self.mark)
 
     def remove(self, segments: Iterable[Segment]) -> int:
         """Remove segments that nobody needs, and nobody writes; how many have gone.

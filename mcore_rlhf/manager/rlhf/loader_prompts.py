@@ -247,8 +247,9 @@ class LoaderPrompts:
                 raise LayoutMismatch(
                     f"{WHERE}: {name}: expected {expected}, as this run has, found {found}\nResume with the settings that it began with."
                 )
-        self._later = deque(zip(state.begins, saved[LOADER], strict=True))
-        self._next_epoch()
+        (place, loader), *later = zip(state.begins, saved[LOADER], strict=True)
+        self.loader.load_state_dict(loader)
+        self._iterator, self._epoch, self._position, self._later = None, place.epoch, place.position, deque(later)
         self._drawn, self._until = deque(), (state.next.epoch, state.next.position)
         self._waiting = {(one.epoch, one.position): one for one in state.in_flight}
 

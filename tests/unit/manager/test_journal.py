@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ from mcore_rlhf.manager.rlhf import journal_files
 from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.rlhf.data_state import unpack
 from mcore_rlhf.manager.rlhf.sampler import SamplerState
+from mcore_rlhf.storage import patience
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.framed import frame_head
 from mcore_rlhf.storage.records import record_of
@@ -347,6 +349,29 @@ def test_a_frame_that_rots_between_reading_and_taking_is_sampled_again(tmp_path:
     segment.write_bytes(data)
     rollouts, missing = journal.take(prompt, 1)
     assert ([one.sample for one in rollouts], missing, journal.counts.lost) == ([0], (1,), 1)
+
+
+def test_a_disk_that_does_not_answer_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sampler().next_batch(2)
+    write(tmp_path, [first])
+    journal, real, fail = RolloutJournal(tmp_path), os.pread, [True]
+    write(tmp_path, [second])
+    monkeypatch.setattr(patience, "_PAUSES", (0.0,))
+
+    def pread(fd: int, nbytes: int, offset: int) -> bytes:
+        if fail[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, nbytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    with pytest.raises(StorageError, match="Input/output error"):
+        RolloutJournal(tmp_path)
+    assert journal.refresh() == 2
+    assert journal.take(first, 1).missing == (0, 1), "it is sampled again; training goes on"
+    fail[0] = False
+    assert journal.refresh() == 2
+    assert journal.take(second, 1).missing == ()
+    assert (journal.counts.lost, journal.counts.given) == (2, 2)
 
 
 def test_the_command(tmp_path: Path) -> None:
