@@ -66,10 +66,18 @@ from .manager.run.retention import Retention as Retention
 from .manager.run.retention import SizeCap as SizeCap
 from .manager.run.steps import Step as Step
 from .manager.run.world import Worlds as Worlds
+from .storage.appending import Pace as JournalPace
 from .verify.checkpoint import Depth as Depth
 from .verify.checkpoint import verify as verify_checkpoint
 from .weights import iter_weights as iter_weights
 
 # A name that is imported as itself is exported; one that has another name here must be listed.
-__all__ = ["convert_checkpoint", "prepare_conversion", "replay_buffer_of", "replay_state_of", "verify_checkpoint"]
+__all__ = [
+    "JournalPace",
+    "convert_checkpoint",
+    "prepare_conversion",
+    "replay_buffer_of",
+    "replay_state_of",
+    "verify_checkpoint",
+]
 __version__: str

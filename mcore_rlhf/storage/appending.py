@@ -325,7 +325,7 @@ class AppendLog:
             self._turn.notify_all()
         if well:
             _log.warning("%s: the disk takes rollouts again", self.folder)
-            self.on_problem(None)
+            self._tell(None)
 
     def _failed(self, error: OSError, path: Path) -> None:
         """Say what is wrong; it is tried again after a while."""
@@ -340,7 +340,13 @@ class AppendLog:
 
     def _say(self, problem: StorageError) -> None:
         _log.warning("%s: %s", self.owner, headline(str(problem)))
-        self.on_problem(problem)
+        self._tell(problem)
+
+    def _tell(self, problem: StorageError | None) -> None:
+        try:
+            self.on_problem(problem)
+        except Exception:  # nobody who only listens ends what writes
+            _log.exception("%s: on_problem failed", self.owner)
 
     def _leave(self) -> None:
         segment, self._segment = self._segment, None

@@ -137,6 +137,19 @@ def test_a_full_disk_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytes
     assert (log.counts.safe, log.counts.dropped) == (4, 2)
 
 
+def test_who_listens_and_fails_ends_nothing(tmp_path: Path, fsync: Fsync) -> None:
+    def listen(problem: StorageError | None) -> None:
+        raise ValueError("of the user's")
+
+    log = AppendLog(tmp_path, "w", b"h", QUICK, on_problem=listen)
+    fsync.fail = 2
+    log.add(b"x")
+    with pytest.raises(StorageError):
+        log.flush(10)
+    log.close()
+    assert log.counts.safe == 1
+
+
 def test_who_wants_it_is_told_by_add(tmp_path: Path, fsync: Fsync) -> None:
     log = AppendLog(tmp_path, "w", b"h", QUICK, on_error="raise")
     fsync.fail = 1 << 20
