@@ -231,7 +231,8 @@ class AppendLog:
             seconds = 1.0
             if self.on_error == "raise":
                 raise
-            self._say(error)
+            if error is not self.problem:  # which was said
+                self._say(error)
         finally:
             with self._turn:
                 self._urgent = _FOR_EVER
@@ -294,7 +295,7 @@ class AppendLog:
                     segment.leave()
                 if again:
                     self._failed(error, path)
-                else:
+                elif self.problem is None:
                     _log.warning("%s: %s; it is written again, into a new file", path, error.strerror)
 
     def _put(self, sync: bool) -> None:
