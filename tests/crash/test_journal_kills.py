@@ -67,7 +67,7 @@ def test_a_run_that_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_handful_of_kills(tmp_path: Path, rng: random.Random) -> None:
-    history(tmp_path / "run", 6, rng, 120)
+    history(tmp_path / "run", 5, rng, 120)
 
 
 @pytest.mark.slow
