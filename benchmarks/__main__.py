@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .journal import row_23
 from .megatron_saving import row_14
 from .memory import row_7
 from .metadata import row_15
@@ -44,6 +45,7 @@ ROWS: dict[int, Measure] = {
     20: lambda folder, gigabytes, rounds: row_20(folder),
     21: row_21,
     22: row_22,
+    23: lambda folder, gigabytes, rounds: row_23(folder, rounds),
     25: row_25,
     26: row_26,
 }

@@ -29,11 +29,17 @@ from .manager.rlhf.controls import FixedKL as FixedKL
 from .manager.rlhf.controls import KLController as KLController
 from .manager.rlhf.controls import LinearSchedule as LinearSchedule
 from .manager.rlhf.controls import Schedule as Schedule
+from .manager.rlhf.journal import RolloutJournal as RolloutJournal
+from .manager.rlhf.journal_writer import JournalWriter as JournalWriter
+from .manager.rlhf.loader_prompts import LoaderPrompts as LoaderPrompts
 from .manager.rlhf.pieces import BestMetric as BestMetric
 from .manager.rlhf.pieces import Buffer as Buffer
 from .manager.rlhf.pieces import InFlightPrompt as InFlightPrompt
 from .manager.rlhf.pieces import RunningStatistics as RunningStatistics
 from .manager.rlhf.prompts import Prompt as Prompt
+from .manager.rlhf.replay import buffer_of as replay_buffer_of
+from .manager.rlhf.replay import state_of as replay_state_of
+from .manager.rlhf.rollouts import Rollout as Rollout
 from .manager.rlhf.sampler import PromptSampler as PromptSampler
 from .manager.rlhf.state import RlhfState as RlhfState
 from .manager.run.commit import Transaction as Transaction
@@ -60,10 +66,18 @@ from .manager.run.retention import Retention as Retention
 from .manager.run.retention import SizeCap as SizeCap
 from .manager.run.steps import Step as Step
 from .manager.run.world import Worlds as Worlds
+from .storage.appending import Pace as JournalPace
 from .verify.checkpoint import Depth as Depth
 from .verify.checkpoint import verify as verify_checkpoint
 from .weights import iter_weights as iter_weights
 
 # A name that is imported as itself is exported; one that has another name here must be listed.
-__all__ = ["convert_checkpoint", "prepare_conversion", "verify_checkpoint"]
+__all__ = [
+    "JournalPace",
+    "convert_checkpoint",
+    "prepare_conversion",
+    "replay_buffer_of",
+    "replay_state_of",
+    "verify_checkpoint",
+]
 __version__: str

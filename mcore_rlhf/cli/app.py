@@ -280,6 +280,26 @@ def steps(root: Path, quarantine: int | None, reason: str, release: int | None, 
 
 
 @app.command(
+    short_help="Say which finished rollouts wait between two saves.",
+    params=[
+        _ROOT,
+        o.Option(
+            "--max-staleness", help="Count those that are more versions old as stale.", metavar="N", type=o.Integer(0)
+        ),
+        o.JSON_OPTION,
+    ],
+)
+def journal(root: Path, max_staleness: int | None, json: bool) -> None:
+    """Say what producers of rollouts have written beside the steps of a run, and what of it the newest step has not trained on.
+
+    The exit code is 1 where records are damaged, or of another run.
+    """
+    from .rollouts import show_journal
+
+    show_journal(root, max_staleness, json)
+
+
+@app.command(
     short_help="Delete the steps that no rule wants to keep.",
     params=[
         _ROOT,

@@ -15,6 +15,7 @@ from mcore_rlhf.errors import Corrupt, NotACheckpoint, Problems, UsageError
 from mcore_rlhf.families.megatron.folders import newer_non_persistent
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import is_model
+from mcore_rlhf.manager.rlhf.journal_files import FOLDER as JOURNAL
 from mcore_rlhf.manager.run import adopt, retention, steps
 from mcore_rlhf.manager.run.adopt import Adoption
 from mcore_rlhf.manager.run.events import EVENTS_NAME
@@ -109,7 +110,7 @@ def require_root(given: Path) -> ReadablePath:
     return root
 
 
-_OF_A_ROOT = (EVENTS_NAME, STATUS, FAILED)
+_OF_A_ROOT = (EVENTS_NAME, STATUS, FAILED, JOURNAL)
 
 
 def _require_steps(root: ReadablePath) -> None:

@@ -1,6 +1,6 @@
 """Small notes of those who work on one thing, be they ranks, hosts or parts: for one another, or for whoever comes after a kill.
 
-They lie in a folder, under a prefix of a store, or as lines of one file where there are thousands of them and one process adds them.
+They lie in a folder, under a prefix of a store, or as frames of one file where there are thousands of them and one process adds them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 
 from . import reading
 from .beneath import open_to_lock, remove, write_new, write_over
-from .checksum import crc32
+from .framed import Frame, FrameReader, frame_head
 from .paths import cannot_open, storage_error
 from .records import parsed, text_of
 
 T = TypeVar("T")
 
-_MAX_NBYTES = 4 << 30
 _SYNC_S = 0.2
 """Thousands of small files do not wait for the disk once more each."""
 
@@ -145,10 +144,9 @@ class FolderNotes(Notes):
 
 @dataclass(slots=True)
 class FileNotes(Notes):
-    """A line each, in one file that one process adds to.
+    """A frame each (:mod:`.framed`), in one file that one process adds to.
 
-    Each line carries its own checksum, so that one that was torn, and everything behind it, counts as not written. Of two notes of one
-    name the later one counts.
+    One that was torn, and everything behind it, counts as not written. Of two notes of one name the later one counts.
 
     Args:
         path: The file; one that is there is gone on with.
@@ -158,6 +156,7 @@ class FileNotes(Notes):
     path: Path
     durable: bool = False
     _fd: int = -1
+    _number: int = 0
     _synced: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -168,11 +167,12 @@ class FileNotes(Notes):
         """See :meth:`Notes.put`."""
         if once and self.get(name) is not None:
             return False
-        text = b"%s %s" % (name.encode(), data)
+        note = b"%s %s" % (name.encode(), data)
         try:
             with self._lock:
                 self.open()
-                self._write(memoryview(b"%08x %s\n" % (crc32(text), text)))
+                self._write(memoryview(frame_head(self._number, note) + note))
+                self._number += 1
         except OSError as error:
             raise storage_error(error, self.path, "write") from error
         return True
@@ -182,16 +182,19 @@ class FileNotes(Notes):
 
         Raises:
             OSError: It cannot be written.
+            StorageError: It cannot be read.
         """
         if self._fd < 0:
-            good = max((end for end, _, _ in self._lines()), default=0)
+            good = 0
+            for frame in self._frames():
+                good, self._number = frame.offset + len(frame.payload), frame.number + 1
             self._fd = open_to_lock(self.path)
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def _write(self, line: memoryview) -> None:
-        while line:
-            line = line[os.write(self._fd, line) :]
+    def _write(self, frame: memoryview) -> None:
+        while frame:
+            frame = frame[os.write(self._fd, frame) :]
         # A kill loses nothing, a reboot what is younger than that.
         if self.durable and time.monotonic() >= self._synced + _SYNC_S:
             os.fsync(self._fd)
@@ -210,24 +213,16 @@ class FileNotes(Notes):
         return ((name, data) for name, data in self._read().items() if fnmatchcase(name, pattern))
 
     def _read(self) -> dict[str, bytes]:
-        try:
-            return {name: data for _, name, data in self._lines()}
-        except OSError as error:
-            raise storage_error(error, self.path, "read") from error
+        parts = (bytes(frame.payload).partition(b" ") for frame in self._frames())
+        return {name.decode(): data for name, _, data in parts}
 
-    def _lines(self) -> Iterator[tuple[int, str, bytes]]:
-        """The lines up to the first that is not whole: where each ends, and what it says."""
-        end = 0
-        for line in reading.read_bytes(self.path, _MAX_NBYTES).splitlines(keepends=True) if self.path.exists() else ():
-            crc, _, text = line.rstrip(b"\n").partition(b" ")
-            try:
-                if not line.endswith(b"\n") or int(crc, 16) != crc32(text):
-                    return
-            except ValueError:
+    def _frames(self) -> Iterator[Frame]:
+        """The frames up to the first that is not whole."""
+        reader = FrameReader(self.path)
+        for frame in reader.read() if self.path.exists() else ():
+            if reader.damaged:
                 return
-            name, _, data = text.partition(b" ")
-            end += len(line)
-            yield end, name.decode(), data
+            yield frame
 
     def close(self) -> None:
         """See :meth:`Notes.close`."""

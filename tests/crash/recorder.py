@@ -43,7 +43,7 @@ class Op:
                 file.write(self.data[: len(self.data) // 2] if torn else self.data)
         elif self.kind == "truncate":
             os.truncate(path, self.offset)
-        elif self.kind in ("rename", "mkdir", "rmdir", "unlink"):
+        elif self.kind in ("rename", "link", "mkdir", "rmdir", "unlink"):
             getattr(os, self.kind)(path, *([root / self.to] if self.to else []))
 
 
@@ -106,6 +106,13 @@ class Recorder:
 
         return call
 
+    def _link(self, source: Any, target: Any, *, dst_dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
+        first, second = self._relative(source), self._relative(target, dst_dir_fd)
+        op = Op("link", first, to=second) if first and second else None
+        return self._do(
+            op, lambda: self._real["link"](source, target, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
+        )
+
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         where, op = self._relative(path, dir_fd), None
         if where and flags & os.O_CREAT and not os.path.lexists(self.root / where):
@@ -155,11 +162,13 @@ class Recorder:
             "unlink",
             "remove",
             "fsync",
+            "link",
         )
         self._real = {name: getattr(os, name) for name in names} | {"io.open": io.open}
         shims = {"open": self._open, "write": self._write, "pwrite": self._pwrite, "ftruncate": self._ftruncate}
         shims |= {name: self._moved(name) for name in ("rename", "replace")}
         shims |= {name: self._named(name, name) for name in ("mkdir", "rmdir", "unlink", "fsync")}
+        shims["link"] = self._link
         shims["remove"] = self._named("remove", "unlink")
         accessor = getattr(
             pathlib, "_NormalAccessor", None

@@ -135,6 +135,8 @@ class Disk:
             self._file(op.path).change(op.offset, None)
         elif op.kind in ("create", "mkdir"):
             self._folder(parent).change(**{name: File() if op.kind == "create" else Folder()})
+        elif op.kind == "link":
+            self._folder(str(Path(op.to).parent)).change(**{Path(op.to).name: self._at(op.path)})
         elif op.kind in ("unlink", "rmdir"):
             self._folder(parent).change(**{name: None})
         else:

@@ -9,12 +9,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mcore_rlhf import JournalWriter, PromptSampler, Rollout, RolloutJournal
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.storage import transactions
+from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from tests.crash.recorder import Op, Recorder
@@ -137,3 +140,31 @@ def test_a_conversion_that_replaces_another(tmp_path: Path, rng: random.Random, 
         return [found.message for found in check(out, Manifest.read(out / MANIFEST_NAME)).found]
 
     assert power_failures(base, ops, every, rng, judge) > len(MODELS)
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_rollouts(tmp_path: Path, rng: random.Random, every: int) -> None:
+    base, live = tmp_path / "base", tmp_path / "live"
+    base.mkdir()
+    live.mkdir()
+    prompts = PromptSampler(12, seed=1).next_batch(12)
+    safe = dict[int, int]()
+    with Recorder(live).recording() as recorder:
+        with JournalWriter(live, "w", pace=Pace(write_s=0, sync_s=0.001, segment_nbytes=300)) as writer:
+            for at, prompt in enumerate(prompts):
+                writer.add(Rollout.of(prompt, 0, version=0, tokens=np.arange(at)))
+                writer.flush()
+                safe[at] = len(recorder.ops)
+        written = len(recorder.ops)
+        RolloutJournal(live).trim(lambda key: key.position < 4)
+
+    def judge(crash: Path, number: int) -> list[str]:
+        try:
+            journal = RolloutJournal(crash)
+        except CheckpointError as error:
+            return [f"the journal is refused: {error}"]
+        taken = [journal.take(prompt, 0).rollouts for prompt in prompts]
+        kept = range(12) if number <= written else range(4, 12)
+        return [f"rollout {at} was confirmed, and is lost" for at in kept if safe[at] <= number and not taken[at]]
+
+    assert power_failures(base, recorder.ops, every, rng, judge) > len(MODELS)

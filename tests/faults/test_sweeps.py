@@ -22,6 +22,7 @@ SAMPLE = {
     "load, EACCES from there on": 37,
     "prune, EIO from there on": 61,
     "convert, EIO": 37,
+    "rollouts, EIO": 5,
 }
 """Every so manieth call of each."""
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
-from ...engines.stateful import Stateful
 from ...errors import LayoutMismatch, Problems, UsageError, log_of
 from .data_state import WHERE, DataState, Fingerprint, pack, unpack
 
 if TYPE_CHECKING:
-    from ...engines.stateful import Undo
+    from ...engines.stateful import Stateful, Undo
 
 KIND = "stateful"
 DRIVER = "driver"

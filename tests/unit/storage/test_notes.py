@@ -27,15 +27,17 @@ def test_what_is_put_is_there_and_what_is_put_once_stays(notes: Notes) -> None:
     assert list(notes.read("b*")) == [("b", b"4")]
 
 
-def test_a_torn_line_and_all_behind_it_are_not_written(tmp_path: Path) -> None:
+def test_a_torn_note_and_all_behind_it_are_not_written(tmp_path: Path) -> None:
     notes = FileNotes(tmp_path / "notes")
-    for name in "abc":
-        notes.put(name, name.encode())
+    for name in ("note a", "note b", "note c"):
+        notes.put(name.replace(" ", "-"), name.encode())
     notes.close()
-    lines = notes.path.read_bytes().splitlines(keepends=True)
-    notes.path.write_bytes(lines[0] + lines[1].replace(b"b", b"x") + lines[2])
+    whole = notes.path.read_bytes()
+    notes.path.write_bytes(whole.replace(b"note b", b"note x"))
     again = FileNotes(notes.path)
-    assert list(again.list()) == ["a"]
+    assert list(again.list()) == ["note-a"]
     again.put("d", b"d")
     again.close()
-    assert list(again.list()) == ["a", "d"]
+    assert list(again.list()) == ["note-a", "d"]
+    notes.path.write_bytes(whole[:-1])
+    assert list(FileNotes(notes.path).list()) == ["note-a", "note-b"]

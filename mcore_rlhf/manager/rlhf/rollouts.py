@@ -1,0 +1,274 @@
+"""A finished rollout: one sample of one prompt, with all that training needs of it, as bytes and back."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import Corrupt, UsageError
+from ...storage.reading import parse_json
+from ...storage.records import Natural, record_of, shorten
+from .prompts import Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+Values: TypeAlias = "NDArray[Any] | torch.Tensor"
+"""Tokens, log-probabilities and the like; a tensor is given back as a tensor only where NumPy lacks its type."""
+
+_LENGTH = struct.Struct("<I")
+_MAX_HEAD, _MAX_TENSORS, _MAX_DIMS = 16 << 20, 1024, 32
+
+
+class SampleKey(NamedTuple):
+    """Which rollout of a run: a place in the order of prompts, and a sample of its group."""
+
+    epoch: int
+    position: int
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished sample of one prompt.
+
+    Args:
+        prompt_id: The prompt's index in the dataset, or its name.
+        epoch, position: Its place in the order of prompts; where there is no :class:`~.prompts.PromptSampler`, the number of the epoch,
+            and whatever number tells prompts of an epoch apart.
+        sample: Which of the group's samples.
+        version: Version of the weights that it was made with.
+        seed: It was sampled with.
+        reward: Its reward, where it is known already.
+        tensors: ``tokens``, ``logprobs``, …: arrays or tensors of any shape.
+        extra: What else belongs to it: plain values that JSON can hold.
+    """
+
+    prompt_id: int | str
+    epoch: int
+    position: int
+    sample: int
+    version: int
+    seed: int = 0
+    reward: float | None = None
+    tensors: Mapping[str, Values] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, prompt: Prompt, sample: int, *, version: int, reward: float | None = None, **tensors: Values
+    ) -> Rollout:
+        """Of a prompt that a sampler has handed out; its seed is the sample's own.
+
+        Args:
+            prompt: It.
+            sample: Which of the group's samples.
+            version: Version of the weights that it was made with.
+            reward: Its reward, where it is known already.
+            tensors: See the class.
+        """
+        place = (prompt.prompt_id, prompt.epoch, prompt.position, sample)
+        return cls(*place, version=version, seed=prompt.sample_seeds[sample], reward=reward, tensors=tensors)
+
+    @property
+    def key(self) -> SampleKey:
+        """What tells it from all others of the run."""
+        return SampleKey(self.epoch, self.position, self.sample)
+
+    def to_bytes(self) -> bytes:
+        """It as bytes: a head in JSON behind its length, then the tensors' elements, C-contiguous, little-endian.
+
+        Raises:
+            UsageError: A tensor is none, or something is no plain value.
+        """
+        parts: list[bytes | memoryview] = []
+        told: list[tuple[str, str, tuple[int, ...]]] = []
+        for name, value in self.tensors.items():
+            dtype, shape, data = _elements(name, value)
+            told.append((name, dtype, shape))
+            parts.append(data)
+        head = {
+            "prompt_id": self.prompt_id, "epoch": self.epoch, "position": self.position, "sample": self.sample,
+            "version": self.version, "seed": self.seed, "reward": self.reward, "tensors": told, "extra": self.extra,
+        }  # fmt: skip
+        try:
+            text = _ENCODE(head).encode()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"rollout {self.key}: holds what JSON cannot: {error}") from None
+        return b"".join((_LENGTH.pack(len(text)), text, *parts))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview, where: str) -> Rollout:
+        """From :meth:`to_bytes`.
+
+        Raises:
+            CheckpointError: It is no rollout: bytes of another program, whose checksums are right; or a newer release's.
+        """
+        head, at = _read_head(data, where)
+        tensors: dict[str, Values] = {}
+        for one in head.tensors:
+            tensors[one.name], at = _taken(one, data, at, where)
+        if at != len(data):
+            raise Corrupt(f"{where}: expected a rollout of {at:,} bytes, found {len(data):,}")
+        values = {name: getattr(head, name) for name in _PLAIN}
+        return cls(**values, tensors=tensors)
+
+
+class StoredArray(NamedTuple):
+    """A tensor of a stored rollout: its name, type and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[Natural, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutHead:
+    """A rollout without its tensors' elements; see :class:`Rollout`."""
+
+    prompt_id: int | str
+    epoch: Natural
+    position: Natural
+    sample: Natural
+    version: int
+    seed: int
+    reward: float | None
+    tensors: tuple[StoredArray, ...]
+    extra: Mapping[str, object]
+
+
+_PLAIN = ("prompt_id", "epoch", "position", "sample", "version", "seed", "reward", "extra")
+_ENCODE = json.JSONEncoder(separators=(",", ":"), default=lambda value: _plain(value)).encode
+
+
+def _plain(value: object) -> object:
+    """A number of NumPy's, or a tensor of one element, as Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"a {type(value).__name__}")
+
+
+class StoredPlace(NamedTuple):
+    """What an index needs of a stored rollout."""
+
+    key: SampleKey
+    prompt_id: int | str
+    version: int
+
+
+def read_place(data: bytes | memoryview, where: str) -> StoredPlace:
+    """Which rollout it is; a million of them take seconds.
+
+    Raises:
+        Corrupt: It is no rollout.
+    """
+    content, _ = _content(data, where, json.loads)
+    try:
+        place = StoredPlace(
+            SampleKey(*(content[name] for name in SampleKey._fields)), content["prompt_id"], content["version"]
+        )
+    except (KeyError, TypeError) as error:
+        raise Corrupt(f"{where}: is no rollout: {error} is missing") from None
+    numbers = all(type(one) is int and one >= 0 for one in place.key) and type(place.version) is int
+    if numbers and type(place.prompt_id) in (int, str):
+        return place
+    raise Corrupt(f"{where}: is no rollout: {shorten(place)}")
+
+
+def _content(data: bytes | memoryview, where: str, parse: Callable[[str], Any] = parse_json) -> tuple[Any, int]:
+    length = _LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else -1
+    end = _LENGTH.size + length
+    if not 0 <= length <= _MAX_HEAD or end > len(data):
+        raise Corrupt(f"{where}: is no rollout: its head should have {length:,} of {len(data):,} bytes")
+    try:
+        return parse(str(data[_LENGTH.size : end], "utf-8")), end
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{where}: is no rollout: {error}") from None
+
+
+def _read_head(data: bytes | memoryview, where: str) -> tuple[RolloutHead, int]:
+    content, end = _content(data, where)
+    head = record_of(RolloutHead, content, where)
+    if len(head.tensors) > _MAX_TENSORS:
+        raise Corrupt(f"{where}: {len(head.tensors):,} tensors, and at most {_MAX_TENSORS:,} are taken")
+    return head, end
+
+
+def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes | memoryview]:
+    """The type, the shape and the elements of an array or tensor."""
+    torch = sys.modules.get("torch")  # a tensor cannot exist before torch was imported
+    if torch is not None and isinstance(value, torch.Tensor):
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        if dtype not in _NUMPY and dtype not in _TORCH:
+            raise UsageError(f"rollout: {name}: expected numbers of a known type, found a tensor of {dtype}")
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return dtype, shape, _bytes_of(flat.numpy())
+    array = np.asarray(value)
+    if array.dtype.name not in _NUMPY:
+        raise UsageError(
+            f"rollout: {name}: expected numbers of a known type, found {type(value).__name__} of {array.dtype}"
+        )
+    if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and sys.byteorder == "big"):
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array.dtype.name, array.shape, _bytes_of(array)
+
+
+def _bytes_of(array: NDArray[Any]) -> bytes | memoryview:
+    """The elements in their order, without a copy where they lie so."""
+    return array.data.cast("B") if array.flags.c_contiguous and array.size and array.ndim else array.tobytes()
+
+
+def _taken(one: StoredArray, data: bytes | memoryview, at: int, where: str) -> tuple[Values, int]:
+    """A tensor out of the elements that begin at a place, and where they end; a copy of its own, which can be changed."""
+    make, itemsize = _maker(one, where)
+    numel = 1
+    for size in one.shape[:_MAX_DIMS]:
+        numel = numel * size
+    end = at + numel * itemsize
+    if len(one.shape) > _MAX_DIMS or end > len(data):
+        raise Corrupt(
+            f"{where}: {shorten(one.name)}: {shorten(one.shape)} of {shorten(one.dtype)} does not fit into {len(data):,} bytes"
+        )
+    return make(bytearray(data[at:end])), end
+
+
+def _maker(one: StoredArray, where: str) -> tuple[Any, int]:
+    """What makes a tensor of its elements, and how many bytes one has."""
+    if one.dtype in _NUMPY:
+        dtype = _NUMPY[one.dtype]
+        return lambda data: np.frombuffer(data, dtype).reshape(one.shape), dtype.itemsize
+    if one.dtype not in _TORCH:
+        raise Corrupt(f"{where}: {shorten(one.name)}: no type {shorten(one.dtype)} is known")
+    import torch
+
+    kind: torch.dtype = getattr(torch, one.dtype)
+
+    def tensor(data: bytearray) -> torch.Tensor:
+        return (
+            torch.frombuffer(data, dtype=torch.uint8).view(kind).reshape(one.shape)
+            if data
+            else torch.empty(one.shape, dtype=kind)
+        )
+
+    return tensor, _TORCH[one.dtype]
+
+
+_NUMPY = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+        "complex64", "complex128",
+    )
+}  # fmt: skip
+_TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""What only torch has, and the bytes of an element."""

@@ -1,0 +1,119 @@
+"""Frames: what is torn is cut, what is turned over is found, and what is said to be huge is not believed."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from pathlib import Path
+
+from mcore_rlhf.storage.framed import OVERHEAD, FrameReader, frame_head, payload_at
+
+
+def by_hand(number: int, payload: bytes) -> bytes:
+    """As the module's docstring says, without its code."""
+    rest = struct.pack("<I", len(payload)) + struct.pack("<Q", number) + payload
+    return struct.pack("<I", zlib.crc32(rest)) + rest
+
+
+def written(path: Path, payloads: list[bytes]) -> bytes:
+    data = b"".join(by_hand(number, payload) for number, payload in enumerate(payloads))
+    path.write_bytes(data)
+    return data
+
+
+def read(path: Path) -> tuple[FrameReader, list[bytes]]:
+    reader = FrameReader(path)
+    return reader, [bytes(frame.payload) for frame in reader.read()]
+
+
+PAYLOADS = [b"one", b"\0" * 50, b"three" * 20, b"4"]
+
+
+def test_a_frame_is_what_the_docstring_says() -> None:
+    assert all(frame_head(at, payload) + payload == by_hand(at, payload) for at, payload in enumerate([*PAYLOADS, b""]))
+
+
+def test_a_file_that_was_cut_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    data = written(path, PAYLOADS)
+    ends = [sum(OVERHEAD + len(one) for one in PAYLOADS[:many]) for many in range(len(PAYLOADS) + 1)]
+    for length in range(len(data) + 1):
+        path.write_bytes(data[:length])
+        reader, found = read(path)
+        whole = sum(end <= length for end in ends) - 1
+        assert (found, reader.at, reader.torn) == (PAYLOADS[:whole], ends[whole], length - ends[whole])
+        assert path.stat().st_size == length, "a reader changes nothing"
+
+
+def test_a_bit_that_was_turned_over_anywhere_costs_no_frame_before_it(tmp_path: Path, rng: random.Random) -> None:
+    path = tmp_path / "f"
+    data = written(path, PAYLOADS)
+    end_of_third = len(data) - OVERHEAD - 1
+    for at in range(len(data)):
+        bad = bytearray(data)
+        bad[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        reader, found = read(path)
+        assert all(payload in PAYLOADS for payload in found), "nothing is made up"
+        damaged = len(PAYLOADS) - len(found)
+        assert damaged
+        in_payload = any(
+            start + OVERHEAD <= at < start + OVERHEAD + len(one)
+            for start, one in zip((0, OVERHEAD + 3, 2 * OVERHEAD + 53), PAYLOADS[:3], strict=True)
+        )
+        if in_payload and at < end_of_third:
+            assert (damaged, reader.damaged) == (1, 1), "the frames behind it are given"
+
+
+def test_zeros_and_huge_lengths_are_no_frames(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    data = written(path, PAYLOADS)
+    for tail in (b"\0" * 4096, b"\xff" * 64, struct.pack("<IIQ", 0, 1 << 31, len(PAYLOADS)) + b"x" * 100):
+        path.write_bytes(data + tail)
+        reader, found = read(path)
+        assert (found, reader.torn, reader.closed) == (PAYLOADS, len(tail), False)
+
+
+def test_a_frame_of_another_place_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(by_hand(0, b"a") + by_hand(0, b"a"))
+    assert read(path)[1] == [b"a"]
+
+
+def test_what_was_added_meanwhile_is_read_later(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    written(path, PAYLOADS[:2])
+    reader, found = read(path)
+    assert len(found) == 2
+    half = by_hand(2, b"later")
+    with path.open("ab") as file:
+        file.write(half[:9])
+    assert list(reader.read()) == []
+    assert reader.torn == 9
+    with path.open("ab") as file:
+        file.write(half[9:] + by_hand(3, b"") + by_hand(4, b"behind the end"))
+    assert [bytes(frame.payload) for frame in reader.read()] == [b"later"]
+    assert reader.closed
+    assert list(reader.read()) == []
+
+
+def test_one_frame_alone(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    written(path, PAYLOADS)
+    reader = FrameReader(path)
+    places = [(frame.number, frame.offset, len(frame.payload)) for frame in reader.read()]
+    assert [payload_at(path, *place) for place in places] == PAYLOADS
+    number, offset, nbytes = places[1]
+    assert payload_at(path, number, offset, nbytes - 1) is payload_at(path, 5, offset, nbytes) is None
+    path.write_bytes(path.read_bytes()[: offset + 4])
+    assert payload_at(path, number, offset, nbytes) is None
+    path.unlink()
+    assert payload_at(path, number, offset, nbytes) is None
+
+
+def test_frames_larger_than_the_window(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    large = [bytes([at]) * (3 << 20) for at in range(5)] + [b"z" * (9 << 20)]
+    written(path, large)
+    assert read(path)[1] == large
