@@ -1,0 +1,99 @@
+"""``mcore-rlhf will-resume``: what a trainer would go on with, without starting it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.trainers.resuming import Settings
+from mcore_rlhf.trainers.settings_file import read_settings
+
+from .output import Column, Facts, emit_json, print_table, say
+
+
+def run(path: Path, trainer: str, config: Path | None, world: int | None, json: bool) -> None:
+    """Print what a trainer would restore, and why not.
+
+    Args:
+        path: The root of its run, or a step.
+        trainer: ``NAME`` or ``NAME@VERSION``.
+        config: Its configuration.
+        world: Ranks that are to load.
+        json: For machines.
+
+    Raises:
+        click.exceptions.Exit: With code 1, where something is lost, or it cannot resume.
+    """
+    loader, version = loader_named(trainer)
+    settings = Settings() if config is None else read_settings(config)
+    found = forecast(checkpoint_path(path), loader, settings, world)
+    notes = list(found.notes)
+    if version and version != loader.version:
+        notes.append(
+            f"rows are of {loader.trainer.title} {loader.version}; of {version} there are none, and it may do otherwise"
+        )
+    if config is None:
+        notes.append("no configuration was given (--config): the trainer's own defaults are assumed")
+    if json:
+        emit_json(_facts(path, found, version, config, notes))
+    else:
+        _print(path, found, notes)
+    if not found.resumes:
+        raise click.exceptions.Exit(1)
+
+
+def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:
+    """``path``, ``trainer``, ``rows_of``, ``version``, ``config``, ``step``, ``chosen``, ``resumes``, ``stops``, ``roles``, ``notes``."""
+    return {
+        "path": str(path),
+        "trainer": found.loader.trainer.name,
+        "rows_of": found.loader.version,
+        "version": version or None,
+        "config": None if config is None else str(config),
+        "step": None if found.taken.folder is None else str(found.taken.folder),
+        "chosen": found.taken.why,
+        "resumes": found.resumes,
+        "stops": found.stops,
+        "roles": {
+            role: [
+                {
+                    "thing": one.thing.value,
+                    "outcome": one.row.outcome.value,
+                    "why": one.why,
+                    "source": one.row.source,
+                    "ran": one.row.ran,
+                }
+                for one in verdicts
+            ]
+            for role, verdicts in found.roles.items()
+        },
+        "notes": notes,
+    }
+
+
+def _print(path: Path, found: Forecast, notes: list[str]) -> None:
+    trainer, taken = found.loader.trainer, found.taken
+    say(f"{path}: {trainer.title} {found.loader.version}")
+    say(f"  takes {taken.folder.name if taken.folder is not None else 'no step'}: {taken.why}")
+    for role, verdicts in found.roles.items():
+        say(f"\n{role}" if role else "")
+        rows = [
+            (one.thing.value, one.row.outcome.value, one.why, one.row.source if one.row.outcome.is_loss else "")
+            for one in verdicts
+        ]
+        print_table([Column("thing"), Column("outcome"), Column("why"), Column("source")], rows)
+    say("")
+    for note in notes:
+        say(f"note: {note}")
+    say(_last(found))
+
+
+def _last(found: Forecast) -> str:
+    if found.taken.folder is None:
+        return "it does not resume: training begins anew"
+    if found.stops:
+        return "it does not resume: the loader stops"
+    return "everything resumes" if found.resumes else "it resumes, and something is lost"
