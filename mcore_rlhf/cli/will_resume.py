@@ -8,7 +8,7 @@ import click
 
 from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
 from mcore_rlhf.storage.urls import checkpoint_path
-from mcore_rlhf.trainers.resuming import Settings
+from mcore_rlhf.trainers.resuming import Prospect, Settings
 from mcore_rlhf.trainers.settings_file import read_settings
 
 from .output import Column, Facts, emit_json, print_table, say
@@ -66,9 +66,9 @@ def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes
                     "source": one.row.source,
                     "ran": one.row.ran,
                 }
-                for one in verdicts
+                for one in prospects
             ]
-            for role, verdicts in found.roles.items()
+            for role, prospects in found.roles.items()
         },
         "notes": notes,
     }
@@ -78,17 +78,25 @@ def _print(path: Path, found: Forecast, notes: list[str]) -> None:
     trainer, taken = found.loader.trainer, found.taken
     say(f"{path}: {trainer.title} {found.loader.version}")
     say(f"  takes {taken.folder.name if taken.folder is not None else 'no step'}: {taken.why}")
-    for role, verdicts in found.roles.items():
+    for role, prospects in found.roles.items():
         say(f"\n{role}" if role else "")
-        rows = [
-            (one.thing.value, one.row.outcome.value, one.why, one.row.source if one.row.outcome.is_loss else "")
-            for one in verdicts
-        ]
-        print_table([Column("thing"), Column("outcome"), Column("why"), Column("source")], rows)
+        rows = [(one.thing.value, one.row.outcome.value, one.why) for one in prospects]
+        print_table([Column("thing"), Column("outcome"), Column("why")], rows)
+        for source, things in _sources(prospects).items():
+            say(f"  {', '.join(things)}: {source}")
     say("")
     for note in notes:
         say(f"note: {note}")
     say(_last(found))
+
+
+def _sources(prospects: list[Prospect]) -> dict[str, list[str]]:
+    """Where it is said in a loader's code that something is lost, and of what."""
+    found: dict[str, list[str]] = {}
+    for one in prospects:
+        if one.row.outcome.is_loss:
+            found.setdefault(one.row.source, []).append(one.thing.value)
+    return found
 
 
 def _last(found: Forecast) -> str:

@@ -88,13 +88,13 @@ class Forecast:
     @property
     def resumes(self) -> bool:
         """Whether everything goes on."""
-        losses = (one.row.outcome.is_loss for verdicts in self.roles.values() for one in verdicts)
+        losses = (one.row.outcome.is_loss for prospects in self.roles.values() for one in prospects)
         return self.taken.folder is not None and not any(losses)
 
     @property
     def stops(self) -> bool:
         """Whether the loader stops with an error."""
-        return any(one.row.outcome is Outcome.REFUSED for verdicts in self.roles.values() for one in verdicts)
+        return any(one.row.outcome is Outcome.REFUSED for prospects in self.roles.values() for one in prospects)
 
 
 def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int | None = None) -> Forecast:
@@ -117,7 +117,7 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
     notes: list[str] = []
     for number, (role, place) in enumerate(taken.places.items()):
         seen = _seen(role, place, taken.folder or path, settings, world)
-        found = loader.verdicts(seen)
+        found = loader.prospects(seen)
         roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
         if seen.held.problem:
             notes.append(f"{role or 'the model'} cannot be opened: {seen.held.problem}")
@@ -138,7 +138,7 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
     folder, why = _of_root(path, loader, _named_in(loader, settings))
     if folder is None and not _holds_steps(path, trainer):
         raise NotACheckpoint(
-            f"{path}: holds no step of {trainer.title}, such as {trainer.steps[0].format(step='N')}\n"
+            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100)}\n"
             "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
         )
     return Taken(folder, why, {} if folder is None else _places(folder, trainer))

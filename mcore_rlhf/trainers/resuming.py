@@ -230,7 +230,7 @@ class Loader:
     once: tuple[Thing, ...] = (Thing.COUNTERS, Thing.DATA)
     takes_any: bool = False
 
-    def verdicts(self, seen: Seen) -> Iterator[Prospect]:
+    def prospects(self, seen: Seen) -> Iterator[Prospect]:
         """What becomes of each thing of which it has rows, in the order of :class:`Thing`."""
         for thing in Thing:
             said = ((row, row.said(seen)) for row in self.rows if thing in row.things)

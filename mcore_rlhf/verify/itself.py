@@ -116,7 +116,7 @@ def wrong_with(root: ReadablePath, name: str) -> str:
     try:
         nbytes = _looked_into(root, name).nbytes
     except CheckpointError as error:
-        return f"is damaged ({headline(str(error)).removeprefix(f'{root / name}: ')})"
+        return f"is damaged ({headline(str(error)).removeprefix(f'{root / name}: ').rstrip('.')})"
     return "" if nbytes else "is empty"
 
 

@@ -1,7 +1,7 @@
 """``will-resume`` says what the real loaders do: each runs on folders from which one thing was taken, and what it restored is compared.
 
-What a loader restored is read off the live objects after it: weights, moments, the scheduler's place, the step, the random states, the first
-batch that is trained on. Nothing here asks the rows what they expect.
+What a loader restored is read off the live objects after it: weights, moments, the scheduler's place, the step, the random states, the
+first batch that is trained on. Nothing here asks the rows what they expect.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ Restored = dict[Thing, bool]
 """Of each thing that was looked at whether the run went on with it."""
 
 
-def gone(*names: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return change
+Change = Callable[[Path], object]
 
 
-def zeroed(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size)) and None
+def gone(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
 
 
-def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100]) and None
+def zeroed(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size))
 
 
-def emptied(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(b"") and None
+def cut(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+def emptied(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(b"")
 
 
 def agree(found: Forecast, seen: Restored | None) -> None:
@@ -81,7 +80,8 @@ class Watched(transformers.Trainer):
         weights = load_file(self.saved / "model.safetensors")
         params = dict(trained.named_parameters())
         moments = torch.load(self.saved / "optimizer.pt", weights_only=True)["state"]
-        assert self.optimizer is not None and self.lr_scheduler is not None
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
         live = self.optimizer.state_dict()["state"]
         self.seen |= {
             Thing.WEIGHTS: all(torch.equal(params[name], weights[name]) for name in params),
@@ -106,7 +106,9 @@ def third_batch() -> list[list[int]]:
             seen.append(before(rows)["input_ids"].tolist())
             return before(rows)
 
-        trainer = _trainer(GOLDENS / "checkpoint-2", Path("unused"), watch, save_strategy="no", cls=transformers.Trainer)
+        trainer = _trainer(
+            GOLDENS / "checkpoint-2", Path("unused"), watch, save_strategy="no", cls=transformers.Trainer
+        )
         trainer.train()
         _FIRST.append(seen[HALF])
     return _FIRST[0]
@@ -122,11 +124,15 @@ def _trainer(saved: Path, out: Path, batch: Any = hf_runs._batch, cls: Any = Wat
     )  # fmt: skip
     more = {} if cls is transformers.Trainer else {"saved": saved}
     return cls(
-        model=model(9, tie_word_embeddings=True), args=wanted, train_dataset=hf_runs._data(), data_collator=batch, **more
+        model=model(9, tie_word_embeddings=True),
+        args=wanted,
+        train_dataset=hf_runs._data(),
+        data_collator=batch,
+        **more,
     )
 
 
-TRAINER_CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
+TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
     "whole": (lambda folder: None, {}),
     "no optimizer.pt": (gone("optimizer.pt"), {}),
     "no scheduler.pt": (gone("scheduler.pt"), {}),
@@ -135,13 +141,13 @@ TRAINER_CASES: dict[str, tuple[Callable[[Path], None], dict[str, Any]]] = {
     "no counters": (gone("trainer_state.json"), {}),
     "no weights": (gone("model.safetensors"), {}),
     "optimizer.pt of zeros": (zeroed("optimizer.pt"), {}),
-    "optimizer.pt of zeros and no scheduler.pt": (lambda f: (zeroed("optimizer.pt")(f), gone("scheduler.pt")(f)) and None, {}),
+    "optimizer.pt of zeros and no scheduler.pt": (lambda f: (zeroed("optimizer.pt")(f), gone("scheduler.pt")(f)), {}),
     "scheduler.pt cut": (cut("scheduler.pt"), {}),
     "random states empty": (emptied("rng_state.pth"), {}),
     "weights of zeros": (zeroed("model.safetensors"), {}),
     "counters cut": (cut("trainer_state.json"), {}),
     "data begin again": (lambda folder: None, {"ignore_data_skip": True}),
-    "random states of two ranks": (lambda f: (f / "rng_state.pth").rename(f / "rng_state_0.pth") and None, {}),
+    "random states of two ranks": (lambda f: (f / "rng_state.pth").rename(f / "rng_state_0.pth"), {}),
 }  # fmt: skip
 
 
@@ -164,7 +170,9 @@ def test_trainer(name: str, tmp_path: Path) -> None:
     found = forecast(folder, loader_named("trl")[0], read_settings(config), world=1)
     agree(found, seen)
     if name == "whole":
-        assert found.resumes and seen and len(seen) == 6
+        assert found.resumes
+        assert seen is not None
+        assert len(seen) == 6
 
 
 def _accelerated(folder: Path, saved: Path) -> Restored | None:
@@ -192,12 +200,12 @@ def _accelerated(folder: Path, saved: Path) -> Restored | None:
         }
 
 
-ACCELERATE_CASES: dict[str, Callable[[Path], None]] = {
+ACCELERATE_CASES: dict[str, Change] = {
     "whole": lambda folder: None,
     **{f"no {name}": gone(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     **{f"{name} of zeros": zeroed(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     "optimizer.bin cut": cut("optimizer.bin"),
-    "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors") and None,
+    "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
 }  # fmt: skip
 
 

@@ -55,9 +55,12 @@ def _other_world(seen: Seen) -> object:
 
 def _other_prefix(seen: Seen) -> object:
     """Files of bf16 carry that in their names, others do not; each engine looks for its own."""
-    if not seen.has(_OPTIM) or seen.settings.get("bf16", "bf16.enabled") is None:
+    if (
+        not seen.has(_OPTIM)
+        or seen.settings.get("train_batch_size", "train_micro_batch_size_per_gpu", "bf16.enabled") is None
+    ):
         return None
-    now = seen.settings.says("bf16", "bf16.enabled")
+    now = seen.settings.says("bf16.enabled")
     return {"now": "bf16" if now else "another dtype"} if now != seen.has(_BF16) else None
 
 
@@ -83,7 +86,7 @@ ROWS = rows_of(
         broken(_OPTIM), True),
     *(
         Habit(_WITH_OPTIMIZER, _REFUSED, "{file} is not there ({ranks} ranks): its rank fails to load",
-            "engine.py:4802 (_get_all_zero_checkpoint_state_dicts)", missing_ranks(name), True)
+            "engine.py:4802 (_get_all_zero_checkpoint_state_dicts)", missing_ranks(name))
         for name in ("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     ),
     Habit(_WITH_OPTIMIZER, _REFUSED, "a rank's file is missing: {problem}", "engine.py:4802 (_get_all_zero_checkpoint_state_dicts)",

@@ -78,7 +78,7 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint"),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
-        "../core/optimizer_param_scheduler.py (load_state_dict)", asked("override_opt_param_scheduler")),
+        "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict", asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.scheduler),
     Habit((Thing.SCHEDULER,), _RESTORED, "opt_param_scheduler, whose rates must be the arguments' own, unless "
