@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path
-from mcore_rlhf.trainers.resuming import Prospect, Settings
+from mcore_rlhf.trainers.resuming import Outcome, Prospect, Settings
 from mcore_rlhf.trainers.settings_file import read_settings
 
 from .output import Column, Facts, emit_json, print_table, say
@@ -43,6 +46,39 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
         _print(path, found, notes)
     if not found.resumes:
         raise click.exceptions.Exit(1)
+
+
+def after_conversion(root: ReadablePath, trainer: str) -> dict[str, dict[str, list[str]]]:
+    """What a trainer would restore of a run that was made for it: by role, outcome → things; nothing where that cannot be said.
+
+    Args:
+        root: Of the run.
+        trainer: Its name.
+    """
+    try:
+        found = forecast(root, loader_named(trainer)[0], Settings())
+    except CheckpointError:  # the conversion is done, and this is a word about it
+        return {}
+    return {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()}
+
+
+def _grouped(prospects: list[Prospect]) -> Iterator[tuple[str, list[str]]]:
+    for outcome in Outcome:
+        things = [one.thing.value for one in prospects if one.row.outcome is outcome]
+        if things:
+            yield outcome.value, things
+
+
+def resumes_text(roles: Facts) -> str:
+    """In one line: ``weights, optimizer; started anew: data``."""
+    texts = []
+    for role, outcomes in roles.items():
+        said = [
+            ", ".join(things) if outcome == Outcome.RESTORED.value else f"{outcome}: {', '.join(things)}"
+            for outcome, things in outcomes.items()
+        ]
+        texts.append(f"{role}: {'; '.join(said)}" if role and len(roles) > 1 else "; ".join(said))
+    return " | ".join(texts)
 
 
 def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:

@@ -16,6 +16,7 @@ from mcore_rlhf.core.facts import Kind
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, UsageError, headline
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
@@ -257,10 +258,11 @@ def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, s
 
 
 def held_by(folder: ReadablePath) -> Held:
-    """What a reader finds in a model's folder."""
+    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there."""
     try:
-        source = open_without_manifest(folder, ReadOptions())
-        inventory = inventory_of(source)
+        with passed_over():
+            source = open_without_manifest(folder, ReadOptions())
+            inventory = inventory_of(source)
     except CheckpointError as error:
         return Held(headline(str(error)), isinstance(error, Incomplete))
     dtypes: Counter[str] = Counter()
