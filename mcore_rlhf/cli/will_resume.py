@@ -82,7 +82,7 @@ def resumes_text(roles: Facts) -> str:
 
 
 def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:
-    """``path``, ``trainer``, ``rows_of``, ``version``, ``config``, ``step``, ``chosen``, ``resumes``, ``stops``, ``roles``, ``notes``."""
+    """What is printed with ``--json``."""
     return {
         "path": str(path),
         "trainer": found.loader.trainer.name,
@@ -93,6 +93,7 @@ def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes
         "chosen": found.taken.why,
         "resumes": found.resumes,
         "stops": found.stops,
+        "doubtful": list(found.doubtful),
         "roles": {
             role: [
                 {
@@ -140,4 +141,6 @@ def _last(found: Forecast) -> str:
         return "it does not resume: training begins anew"
     if found.stops:
         return "it does not resume: the loader stops"
+    if found.doubtful:
+        return "it may not resume: no reader here can open the model"
     return "everything resumes" if found.resumes else "it resumes, and something is lost"

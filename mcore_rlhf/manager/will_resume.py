@@ -79,18 +79,20 @@ class Forecast:
         taken: The step.
         roles: Role → what becomes of each thing.
         notes: What limits that.
+        doubtful: Roles of which nothing seems lost, and whose model no reader here can open: whether its own loader can, nobody knows.
     """
 
     loader: Loader
     taken: Taken
     roles: dict[str, list[Prospect]]
     notes: tuple[str, ...] = ()
+    doubtful: tuple[str, ...] = ()
 
     @property
     def resumes(self) -> bool:
-        """Whether everything goes on."""
+        """Whether everything goes on, as far as can be told."""
         losses = (one.row.outcome.is_loss for prospects in self.roles.values() for one in prospects)
-        return self.taken.folder is not None and not any(losses)
+        return self.taken.folder is not None and not self.doubtful and not any(losses)
 
     @property
     def stops(self) -> bool:
@@ -115,14 +117,15 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
         raise NotACheckpoint(f"{path}: " + ("expected a folder, found a file" if path.exists() else "no such folder"))
     taken = take(path, loader, settings)
     roles: dict[str, list[Prospect]] = {}
-    notes: list[str] = []
+    notes, doubtful = list[str](), list[str]()
     for number, (role, place) in enumerate(taken.places.items()):
         seen = _seen(role, place, taken.folder or path, settings, world)
         found = loader.prospects(seen)
         roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
         if seen.held.problem:
             notes.append(f"{role or 'the model'} cannot be opened: {seen.held.problem}")
-    return Forecast(loader, taken, roles, tuple(notes))
+            doubtful += [] if any(one.row.outcome.is_loss for one in roles[role]) else [role]
+    return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
 
 
 def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
@@ -264,7 +267,7 @@ def held_by(folder: ReadablePath) -> Held:
             source = open_without_manifest(folder, ReadOptions())
             inventory = inventory_of(source)
     except CheckpointError as error:
-        return Held(headline(str(error)), isinstance(error, Incomplete))
+        return Held(headline(str(error)).replace(f"{folder}/", ""), isinstance(error, Incomplete))
     dtypes: Counter[str] = Counter()
     for param in source.model.params:
         dtypes[str(param.dtype)] += prod(param.global_shape)

@@ -306,3 +306,8 @@ def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:
 def incomplete(seen: Seen) -> object:
     """The reader misses a file, or a rank: ``{problem}``."""
     return {"problem": seen.held.problem} if seen.held.incomplete else None
+
+
+def incomplete_in(*words: str) -> Callable[[Seen], object]:
+    """The reader misses a file in whose path one of the words is: ``{problem}``."""
+    return lambda seen: incomplete(seen) if any(word in seen.held.problem for word in words) else None

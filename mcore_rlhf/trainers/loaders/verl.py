@@ -19,6 +19,7 @@ from mcore_rlhf.trainers.resuming import (
     both,
     broken,
     has,
+    incomplete,
     rows_of,
 )
 from mcore_rlhf.trainers.verl import TRAINER
@@ -88,7 +89,7 @@ ROWS = rows_of(
         _IN_FSDP, lambda seen: not _FSDP(seen) and not _MEGATRON(seen)),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "a file is missing: {problem}",
         _IN_MEGATRON,
-        lambda seen: seen.held.incomplete and {"problem": seen.held.problem}),
+        both(_MEGATRON, incomplete)),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "{file} {wrong}: loading it fails",
         _IN_MEGATRON, broken("*dist_ckpt/*")),
     Habit((*OF_OPTIMIZER,), _REFUSED, "no optimizer is stored, and load_contents asks for one",
