@@ -29,6 +29,7 @@ from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _LOOKED_INTO = 4096
 """Files of a folder that are looked into; of those after them only the names are asked."""
 _OURS = frozenset({MANIFEST_NAME, "manifest.json"})
@@ -163,7 +164,7 @@ def _holds_steps(path: ReadablePath, trainer: Trainer) -> bool:
 def _named_in(loader: Loader, settings: Settings) -> str:
     """The step that the configuration names: a number, or the end of a path; empty where it does not, or says which by a word."""
     found = str(settings.get(*loader.named) or "").rstrip("/").rpartition("/")[2] if loader.named else ""
-    return found if loader.trainer.step_of(found) is not None or (found.isdecimal() and found.isascii()) else ""
+    return found if loader.trainer.step_of(found) is not None or _NUMBER.fullmatch(found) else ""
 
 
 def _of_root(root: ReadablePath, loader: Loader, named: str) -> tuple[ReadablePath | None, str]:

@@ -80,6 +80,10 @@ class Held:
     values: frozenset[str] = frozenset()
 
 
+_REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+_MOST_REFERENCES = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """A configuration: dotted keys and values, ``-`` as ``_``; empty where none was given.
@@ -91,13 +95,24 @@ class Settings:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def get(self, *keys: str) -> object:
-        """The value of the first key that is there, by its whole name or by its last parts; None where none is."""
+        """The value of the first key that is there, by its whole name or by its last parts; None where none is.
+
+        What refers to another key, as OmegaConf writes it (``${.save_contents}``, ``${trainer.steps}``), is that one's value.
+        """
         for key in keys:
-            if key in self.values:
-                return self.values[key]
-            ends = [value for name, value in self.values.items() if name.endswith(f".{key}")]
-            if ends:
-                return ends[0]
+            names = [key] if key in self.values else [name for name in self.values if name.endswith(f".{key}")]
+            if names:
+                return self._followed(names[0])
+        return None
+
+    def _followed(self, name: str) -> object:
+        for _ in range(_MOST_REFERENCES):
+            value = self.values.get(name)
+            referred = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if referred is None:
+                return None if isinstance(value, str) and "${" in value else value
+            above = name.rpartition(".")[0]
+            name = ".".join(filter(None, [above, referred[2]])) if referred[1] else referred[2]
         return None
 
     def says(self, *keys: str) -> bool:

@@ -47,6 +47,49 @@ def test_configurations(tmp_path: Path, name: str, text: str, key: str, value: o
     assert read_settings(tmp_path / name).get(key) == value
 
 
+def test_a_reference_to_another_key_is_followed() -> None:
+    """As verl's ``load_contents`` has it by default; and one that leads round in a circle is no value."""
+    told = Settings(
+        {
+            "a.save": ["model"],
+            "a.load": "${.save}",
+            "b.load": "${a.load}",
+            "c.x": "${.y}",
+            "c.y": "${.x}",
+            "d.z": "${oc.env:HOME}",
+        }
+    )
+    assert told.listed("a.load") == told.listed("b.load") == ["model"]
+    assert told.get("c.x") is None
+    assert told.get("d.z") is None
+    assert told.get("e") is None
+
+
+def test_a_critic_has_contents_of_its_own() -> None:
+    rows = loader_named("verl")[0]
+    told = Settings({"actor_rollout_ref.actor.checkpoint.load_contents": ["model", "extra"]})
+    files = frozenset(f"{what}_world_size_1_rank_0.pt" for what in ("model", "optim", "extra_state"))
+    for role, outcome in (("actor", Outcome.ANEW), ("critic", Outcome.RESTORED)):
+        seen = Seen(role, files, frozenset(), {}, Held(), told)
+        assert {one.thing: one.row.outcome for one in rows.prospects(seen)}[Thing.OPTIMIZER] is outcome
+
+
+def test_a_step_that_a_configuration_names(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    for number in (5, 7):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    loader = loader_named("megatron-lm")[0]
+    for named, taken in (
+        ("7", "iter_0000007"),
+        ("9", None),
+        ("9" * 5000, "iter_0000005"),
+        ("../..", "iter_0000005"),
+        (None, "iter_0000005"),
+    ):
+        folder = forecast(tmp_path, loader, Settings({"ckpt_step": named})).taken.folder
+        assert (None if folder is None else folder.name) == taken
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [

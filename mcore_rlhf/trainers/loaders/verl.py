@@ -43,7 +43,7 @@ def _left_out(content: str) -> Callable[[Seen], object]:
 
     def when(seen: Seen) -> object:
         of_role = "critic" if seen.role == "critic" else "actor"
-        found = seen.settings.listed(f"{of_role}.checkpoint.load_contents", "checkpoint.load_contents", "load_contents")
+        found = seen.settings.listed(f"{of_role}.checkpoint.load_contents")
         return found is not None and content not in found
 
     return when
