@@ -25,6 +25,8 @@ from mcore_rlhf.trainers.torchtitan import TRAINER
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 
+_ASKED_FOR = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS, Thing.DATA)
+
 
 def _excluded(key: str) -> Callable[[Seen], object]:
     return lambda seen: key in (seen.settings.listed("checkpoint.exclude_from_loading", "exclude_from_loading") or ())
@@ -37,12 +39,12 @@ def _lacks(value: str) -> Callable[[Seen], object]:
 ROWS = rows_of(
     "torchtitan 0.2.2, torchtitan/components/checkpoint.py:",
     Habit(EVERYTHING, _ANEW, "{key} is off: nothing is loaded", "load", refused("checkpoint.enable", "checkpoint.enable_checkpoint")),
-    Habit(OF_OPTIMIZER, _ANEW, "exclude_from_loading names optimizer", "_states_to_load", _excluded("optimizer")),
-    Habit((Thing.SCHEDULER,), _ANEW, "exclude_from_loading names lr_scheduler", "_states_to_load", _excluded("lr_scheduler")),
-    Habit((Thing.DATA,), _ANEW, "exclude_from_loading names dataloader", "_states_to_load", _excluded("dataloader")),
-    Habit((Thing.COUNTERS,), _ANEW, "exclude_from_loading names train_state", "_states_to_load", _excluded("train_state")),
-    Habit(EVERYTHING[:1] + EVERYTHING[3:-1], _REFUSED, "{file} {wrong}: loading it fails", "dcp_load", broken(".metadata", "*.distcp")),
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, "a file is missing: {problem}", "dcp_load", incomplete),
+    Habit(OF_OPTIMIZER, _ANEW, "exclude_from_loading names optimizer", "_states_to_load", _excluded("optimizer"), True),
+    Habit((Thing.SCHEDULER,), _ANEW, "exclude_from_loading names lr_scheduler", "_states_to_load", _excluded("lr_scheduler"), True),
+    Habit((Thing.DATA,), _ANEW, "exclude_from_loading names dataloader", "_states_to_load", _excluded("dataloader"), True),
+    Habit((Thing.COUNTERS,), _ANEW, "exclude_from_loading names train_state", "_states_to_load", _excluded("train_state"), True),
+    Habit(_ASKED_FOR, _REFUSED, "{file} {wrong}: loading it fails", "dcp_load", broken(".metadata", "*.distcp"), True),
+    Habit(_ASKED_FOR, _REFUSED, "a file is missing: {problem}", "dcp_load", incomplete, True),
     Habit(OF_OPTIMIZER, _REFUSED, "no optimizer is stored, and every key that is asked for must be there", "dcp_load",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit((Thing.SCHEDULER,), _REFUSED, "no lr_scheduler is stored, and every key that is asked for must be there", "dcp_load",
@@ -51,10 +53,10 @@ ROWS = rows_of(
         _lacks("train_state")),
     Habit((Thing.DATA,), _REFUSED, "no dataloader is stored, and every key that is asked for must be there", "dcp_load",
         _lacks("dataloader")),
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _RESTORED, "by name, whatever the ranks", "dcp_load"),
-    Habit((Thing.COUNTERS,), _RESTORED, "train_state: step, tokens", "dcp_load"),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _RESTORED, "by name, whatever the ranks", "dcp_load", ran=True),
+    Habit((Thing.COUNTERS,), _RESTORED, "train_state: step, tokens", "dcp_load", ran=True),
     Habit((Thing.DATA,), _RESTORED, "dataloader, of each data-parallel rank; other ranks than saved have no place in the data",
-        "dcp_load"),
+        "dcp_load", ran=True),
     Habit((Thing.RNG,), Outcome.ABSENT, "torchtitan stores no random states", "_states_to_load"),
 )  # fmt: skip
 
