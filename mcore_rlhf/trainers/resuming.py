@@ -45,6 +45,8 @@ class Outcome(str, Enum):
         return self not in {Outcome.RESTORED, Outcome.ABSENT}
 
 
+MOST_RANKS = 1 << 20
+"""More do not load a checkpoint, whatever a configuration says."""
 OF_OPTIMIZER = (Thing.OPTIMIZER, Thing.GROUPS)
 EVERYTHING = tuple(Thing)
 
@@ -298,7 +300,7 @@ def missing_ranks(pattern: str, least: Callable[[Seen], int] = lambda seen: seen
     def when(seen: Seen) -> object:
         there = seen.ranks(pattern)
         count = seen.world if seen.world is not None else max([least(seen), *(rank + 1 for rank in there)])
-        gone = [rank for rank in range(min(count, 1 << 20)) if rank not in there]
+        gone = [rank for rank in range(min(count, MOST_RANKS)) if rank not in there]
         return there and gone and {"file": pattern.format(rank=gone[0]), "ranks": f"{len(gone)} of {count}"}
 
     return when

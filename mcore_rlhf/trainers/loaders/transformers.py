@@ -7,6 +7,7 @@ Source: transformers 5.23.0, ``trainer.py`` (``_load_from_checkpoint``, ``_load_
 from __future__ import annotations
 
 from mcore_rlhf.trainers.resuming import (
+    MOST_RANKS,
     OF_OPTIMIZER,
     Habit,
     Loader,
@@ -42,7 +43,7 @@ def _ranks(seen: Seen) -> int:
 
 
 def _rng_missing(seen: Seen) -> object:
-    count = _ranks(seen)
+    count = min(_ranks(seen), MOST_RANKS)
     wanted = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
     gone = [name for name in wanted if name not in seen.files]
     return gone and {"file": gone[0], "count": f"{len(gone)} of {count}"}

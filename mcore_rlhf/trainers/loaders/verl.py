@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
+    MOST_RANKS,
     OF_OPTIMIZER,
     Habit,
     Loader,
@@ -53,7 +54,7 @@ def _ranks_lack(what: str) -> Callable[[Seen], object]:
     """A rank that loads has no file of its name, which has the number of ranks in it."""
 
     def when(seen: Seen) -> object:
-        world = _world(seen)
+        world = min(_world(seen), MOST_RANKS)
         there = seen.ranks(f"{what}_world_size_{world}_rank_{{rank}}.pt")
         gone = [rank for rank in range(world) if rank not in there]
         return gone and {"file": f"{what}_world_size_{world}_rank_{gone[0]}.pt", "ranks": f"{len(gone)} of {world}"}
