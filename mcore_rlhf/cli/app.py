@@ -135,6 +135,34 @@ def verify(path: Path, quick: bool, deep: bool, json: bool, **given: Any) -> Non
 
 
 @app.command(
+    "will-resume",
+    short_help="Say what a trainer would restore of a checkpoint.",
+    params=[
+        o.argument("CHECKPOINT", "The root of the trainer's run, or a step.", "path"),
+        o.Option("--trainer", help="Whose loader is asked about.", metavar="NAME[@VERSION]", required=True),
+        o.Option(
+            "--config",
+            help="The trainer's configuration: YAML, JSON, TOML or arguments.",
+            metavar="FILE",
+            type=o.FOLDER,
+        ),
+        o.Option(
+            "--world-size", help="Ranks that are to load. [default: as many as saved]", metavar="N", type=_AT_LEAST_1
+        ),
+        o.JSON_OPTION,
+    ],
+)
+def will_resume(path: Path, trainer: str, config: Path | None, world_size: int | None, json: bool) -> None:
+    """Say what a trainer would restore of a checkpoint, ignore, start anew or refuse, without starting it.
+
+    The exit code is 0 when everything goes on, 1 when something is lost or it cannot resume.
+    """
+    from .will_resume import run
+
+    run(path, trainer, config, world_size, json)
+
+
+@app.command(
     short_help="Compare two checkpoints, whatever their layouts.",
     params=[
         o.argument("A", "A checkpoint."),

@@ -51,6 +51,7 @@ from .job import ConversionJob
 from .output import Facts, count, duration, emit_json, print_facts, rate, say, size
 from .progress import shown_progress
 from .verifying import verdict_line, verify_facts
+from .will_resume import after_conversion, resumes_text
 
 _HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to a type: half a unit in the last place."""
@@ -128,7 +129,8 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
 
     Keys: ``name`` of the job; ``source``; ``target`` (``path``, ``format``, ``parallel``); ``tensors`` read, ``files``,
     ``copies``, ``bytes`` written, ``seconds``, ``bytes_per_second``; ``casts``; ``lossless``; ``account``; ``report``;
-    ``load`` (the framework's options); with ``--verify`` also ``verify``, ``diff`` and ``proved``; ``chosen``.
+    ``load`` (the framework's options); into a trainer's run ``resumes``; with ``--verify`` also ``verify``, ``diff`` and
+    ``proved``; ``chosen``.
     """
     ((role, done),) = step.jobs.items()
     target, with_optimizer = (
@@ -157,9 +159,17 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
         "report": done.report.as_json(),
         "load": step.told
         or format_named(done.target.format).load_hint(target, optimizer=optimizer) + done.target.needs,
+        **_resumes(step),
         **proofs.get(role, {}),
         "chosen": chosen_facts(step.source.chosen),
     }
+
+
+def _resumes(step: StepJob) -> Facts:
+    """What the trainer would restore whose run it was converted into; nothing where it was none's."""
+    if not step.trainer or step.published is None:
+        return {}
+    return {"resumes": after_conversion(step.published, step.trainer)}
 
 
 def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] | None = None) -> Facts:
@@ -167,7 +177,7 @@ def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] 
 
     Keys: ``path``, ``chosen``, ``step``; ``target`` (null where it was only planned); ``models`` by role (``source``, ``target``,
     ``copies``, ``bytes``); ``carried`` files; ``bytes``; ``lossless``; ``account`` and ``report`` (of the ``step``, and by
-    role); once converted also ``seconds`` and ``load``; with ``--verify`` also ``proofs`` by role.
+    role); once converted also ``seconds`` and ``load``, and into a trainer's run ``resumes``; with ``--verify`` also ``proofs`` by role.
     """
     models = {
         role: {
@@ -197,7 +207,7 @@ def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] 
         },
     }
     if job.published is not None:
-        facts.update(seconds=round(seconds, 3), load=job.told or f"resume from {job.published}")
+        facts.update(seconds=round(seconds, 3), load=job.told or f"resume from {job.published}", **_resumes(job))
     return {**facts, "proofs": proofs} if proofs else facts
 
 
@@ -402,6 +412,7 @@ def _print_model(facts: Facts) -> None:
             ("lossless", yes_no(facts["lossless"])),
             ("account", account_text(facts["account"])),
             ("load", facts["load"]),
+            ("resumes", resumes_text(facts.get("resumes", {}))),
         ],
     )
     if facts["report"]:
@@ -426,6 +437,7 @@ def print_step(facts: Facts) -> None:
         nbytes, seconds = facts["bytes"], facts["seconds"]
         lines.append(("written", f"{size(nbytes)}, {duration(seconds)}, {rate(nbytes, seconds)}"))
     lines += [("lossless", yes_no(facts["lossless"])), ("load", facts.get("load", ""))]
+    lines += [("resumes", resumes_text(facts.get("resumes", {})))]
     print_facts(lines)
     for role, report in facts["report"].items():
         if report:

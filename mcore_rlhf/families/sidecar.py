@@ -13,7 +13,9 @@ conversion from one family to another leaves for the way back (:class:`FormerFam
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,18 @@ _ITEMS = {
     "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
 }  # fmt: skip
 """Fields, and what their items are; of any other they are values."""
+
+_PASSED_OVER: ContextVar[bool] = ContextVar("passed over", default=False)
+
+
+@contextmanager
+def passed_over() -> Iterator[None]:
+    """Open checkpoints as a framework's loader sees them, which does not look into the folder."""
+    token = _PASSED_OVER.set(True)
+    try:
+        yield
+    finally:
+        _PASSED_OVER.reset(token)
 
 
 def _item_of(where: str) -> Item:
@@ -133,7 +147,7 @@ class Sidecar(_Own):
 
     @classmethod
     def read(cls, folder: ReadablePath, stubs: Sequence[str] = ()) -> Sidecar | None:
-        """What lies beside a step's files, or None where nothing does.
+        """What lies beside a step's files, or None where nothing does, or :func:`passed_over`.
 
         Args:
             folder: The step's folder.
@@ -145,6 +159,8 @@ class Sidecar(_Own):
             Untrusted: It names classes that are not allowed.
             StorageError: It cannot be read.
         """
+        if _PASSED_OVER.get():
+            return None
         path = folder / STATE
         try:
             content = reading.read_json(path)

@@ -62,6 +62,7 @@ class StepJob:
         account: What becomes of every file beside the models; every model has an account of its own.
         published: The folder that was published, once it is: the step's own.
         told: How the trainer whose run it is in is told to go on from it; empty for none.
+        trainer: The name of that trainer.
     """
 
     source: Subject
@@ -73,6 +74,7 @@ class StepJob:
     account: Account = field(default_factory=lambda: Account({}, ()))
     published: ReadablePath | None = None
     told: str = ""
+    trainer: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -229,7 +231,7 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     ) as into:
         job = prepare_step(source, options)
         publish(conversion_of(job, options), into, options, progress)
-    job.published, job.told = folder, _told(trainer, root, step, folder)
+    job.published, job.trainer, job.told = folder, trainer.name, _told(trainer, root, step, folder)
     track(root, trainer, step, fsync=options.fsync)
     return job
 

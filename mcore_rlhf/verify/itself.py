@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from mcore_rlhf.core.account import Reason
-from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problems, Unsupported, Untrusted
+from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problems, Unsupported, Untrusted, headline
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.formats.carried import step_of, unopened
 from mcore_rlhf.storage import reading
@@ -109,6 +109,15 @@ def _of_dcp(
         pass
     for name in names:
         yield known.get(name) or StoredFile(name, _beginning(root / name)[0], ())
+
+
+def wrong_with(root: ReadablePath, name: str) -> str:
+    """What is wrong with a file by itself, in words that follow its name; nothing where it is sound, or nobody can tell."""
+    try:
+        nbytes = _looked_into(root, name).nbytes
+    except CheckpointError as error:
+        return f"is damaged ({headline(str(error)).removeprefix(f'{root / name}: ').rstrip('.')})"
+    return "" if nbytes else "is empty"
 
 
 def _looked_into(root: ReadablePath, name: str, stubs: Collection[str] = ()) -> StoredFile:

@@ -81,6 +81,8 @@ COMMANDS = (
     "steps {}",
     "steps {} --json",
     "adopt {}/global_step_2",
+    "will-resume {} --trainer megatron-lm",
+    "will-resume {}/global_step_2 --trainer verl --json",
     "prune {} --keep-last 1",
     "interval --root {}",
     "convert {} {out} --to hf --no-fsync",

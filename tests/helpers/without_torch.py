@@ -48,6 +48,7 @@ def commands(folder: Path) -> Iterator[list[str]]:
         yield ["plan", *words]
         cast = [] if target == "universal" else ["--dtype", "fp16"]
         yield ["convert", words[0], str(folder / f"{name}-{target}"), *words[1:], "--no-fsync", *cast]
+    yield ["will-resume", str(GOLDENS / "transformers" / "checkpoint-2"), "--trainer", "transformers"]
     for golden in WRITTEN_BY_OTHERS:
         yield ["inspect", str(GOLDENS / golden), "--tensors"]
         yield ["verify", "--deep", str(GOLDENS / golden)]

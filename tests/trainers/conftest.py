@@ -18,6 +18,8 @@ _OF_FILES = {
     "test_verl": "verl", "test_torchtitan": "torchtitan", "test_trl": "TRL", "test_transformers": "transformers and accelerate",
     "test_grpo": "TRL, at our seam", "test_titan_seam": "torchtitan, at our seam",
     "test_torchdata": "torchdata", "test_nemo_replay": "NeMo-RL, its replay buffer",
+    "test_will_resume_titan": "torchtitan, as will-resume says",
+    "test_will_resume_verl": "verl, as will-resume says",
     "test_each_other": "verl, OpenRLHF, RLinf and NeMo-RL, from each other",
 }  # fmt: skip
 _MAY_SKIP = ("repository",)

@@ -153,6 +153,24 @@ def resume(folder: str) -> Seen:
     return run.train(LAST)
 
 
+def resume_without(folder: str, excluded: list[str]) -> tuple[int, Seen] | str | None:
+    """The step that was found and what two more saw, of what is loaded but for some keys; the error, or None where it begins anew."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    run = Run(folder, 2)
+    run.manager.exclude_from_loading = excluded
+    try:
+        if not run.manager.load(step=-1):
+            return None
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # whatever it is: that is what is looked at; torch's is no Exception
+        return f"{type(error).__name__}: {error}"
+    found, run.state.step = run.state.step, SAVED  # the words of a step are of its number
+    return found, run.train(LAST)
+
+
 if __name__ == "__main__":
     from mcore_rlhf.demo.workers import WorkerPool
 

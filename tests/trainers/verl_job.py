@@ -61,7 +61,7 @@ class Run(Learner):
             self.optimizer, num_warmup_steps=2, num_training_steps=20, min_lr_ratio=0.1
         )
         contents = ["model", "optimizer", "extra"]
-        config = OmegaConf.create({"load_contents": contents, "save_contents": contents})
+        config = OmegaConf.create({"load_contents": orders.get("load_contents", contents), "save_contents": contents})
         self.manager = FSDPCheckpointManager(
             self.model, self.optimizer, self.schedule, processing_class=None, checkpoint_config=config
         )

@@ -10,7 +10,7 @@ import click
 import pytest
 
 from mcore_rlhf.cli.app import app
-from mcore_rlhf.cli.options import EXAMPLES
+from mcore_rlhf.cli.examples import EXAMPLES
 from mcore_rlhf.formats.registry import FORMATS
 
 from .conftest import Cli

@@ -1,0 +1,146 @@
+"""``mcore-rlhf will-resume``: what a trainer would go on with, without starting it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.trainers.resuming import Outcome, Prospect, Settings
+from mcore_rlhf.trainers.settings_file import read_settings
+
+from .output import Column, Facts, emit_json, print_table, say
+
+
+def run(path: Path, trainer: str, config: Path | None, world: int | None, json: bool) -> None:
+    """Print what a trainer would restore, and why not.
+
+    Args:
+        path: The root of its run, or a step.
+        trainer: ``NAME`` or ``NAME@VERSION``.
+        config: Its configuration.
+        world: Ranks that are to load.
+        json: For machines.
+
+    Raises:
+        click.exceptions.Exit: With code 1, where something is lost, or it cannot resume.
+    """
+    loader, version = loader_named(trainer)
+    settings = Settings() if config is None else read_settings(config)
+    found = forecast(checkpoint_path(path), loader, settings, world)
+    notes = list(found.notes)
+    if version and version != loader.version:
+        notes.append(
+            f"rows are of {loader.trainer.title} {loader.version}; of {version} there are none, and it may do otherwise"
+        )
+    if config is None:
+        notes.append("no configuration was given (--config): the trainer's own defaults are assumed")
+    if json:
+        emit_json(_facts(path, found, version, config, notes))
+    else:
+        _print(path, found, notes)
+    if not found.resumes:
+        raise click.exceptions.Exit(1)
+
+
+def after_conversion(root: ReadablePath, trainer: str) -> dict[str, dict[str, list[str]]]:
+    """What a trainer would restore of a run that was made for it: by role, outcome → things; nothing where that cannot be said.
+
+    Args:
+        root: Of the run.
+        trainer: Its name.
+    """
+    try:
+        found = forecast(root, loader_named(trainer)[0], Settings())
+    except CheckpointError:  # the conversion is done, and this is a word about it
+        return {}
+    return {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()}
+
+
+def _grouped(prospects: list[Prospect]) -> Iterator[tuple[str, list[str]]]:
+    for outcome in Outcome:
+        things = [one.thing.value for one in prospects if one.row.outcome is outcome]
+        if things:
+            yield outcome.value, things
+
+
+def resumes_text(roles: Facts) -> str:
+    """In one line: ``weights, optimizer; started anew: data``."""
+    texts = []
+    for role, outcomes in roles.items():
+        said = [
+            ", ".join(things) if outcome == Outcome.RESTORED.value else f"{outcome}: {', '.join(things)}"
+            for outcome, things in outcomes.items()
+        ]
+        texts.append(f"{role}: {'; '.join(said)}" if role and len(roles) > 1 else "; ".join(said))
+    return " | ".join(texts)
+
+
+def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:
+    """What is printed with ``--json``."""
+    return {
+        "path": str(path),
+        "trainer": found.loader.trainer.name,
+        "rows_of": found.loader.version,
+        "version": version or None,
+        "config": None if config is None else str(config),
+        "step": None if found.taken.folder is None else str(found.taken.folder),
+        "chosen": found.taken.why,
+        "resumes": found.resumes,
+        "stops": found.stops,
+        "doubtful": list(found.doubtful),
+        "roles": {
+            role: [
+                {
+                    "thing": one.thing.value,
+                    "outcome": one.row.outcome.value,
+                    "why": one.why,
+                    "source": one.row.source,
+                    "ran": one.row.ran,
+                }
+                for one in prospects
+            ]
+            for role, prospects in found.roles.items()
+        },
+        "notes": notes,
+    }
+
+
+def _print(path: Path, found: Forecast, notes: list[str]) -> None:
+    trainer, taken = found.loader.trainer, found.taken
+    say(f"{path}: {trainer.title} {found.loader.version}")
+    say(f"  takes {taken.folder.name if taken.folder is not None else 'no step'}: {taken.why}")
+    for role, prospects in found.roles.items():
+        say(f"\n{role}" if role else "")
+        rows = [(one.thing.value, one.row.outcome.value, one.why) for one in prospects]
+        print_table([Column("thing"), Column("outcome"), Column("why")], rows)
+        for source, things in _sources(prospects).items():
+            say(f"  {', '.join(things)}: {source}")
+    say("")
+    for note in notes:
+        say(f"note: {note}")
+    say(_last(found))
+
+
+def _sources(prospects: list[Prospect]) -> dict[str, list[str]]:
+    """Where it is said in a loader's code that something is lost, and of what."""
+    found: dict[str, list[str]] = {}
+    for one in prospects:
+        if one.row.outcome.is_loss:
+            found.setdefault(one.row.source, []).append(one.thing.value)
+    return found
+
+
+def _last(found: Forecast) -> str:
+    if found.taken.folder is None:
+        return "it does not resume: training begins anew"
+    if found.stops:
+        return "it does not resume: the loader stops"
+    if found.doubtful:
+        return "it may not resume: no reader here can open the model"
+    return "everything resumes" if found.resumes else "it resumes, and something is lost"

@@ -1,0 +1,286 @@
+"""What a trainer would go on with, if it were started on a folder: which step it takes, and what its loader makes of each thing.
+
+The rows are :mod:`mcore_rlhf.trainers.loaders`'; here a folder is looked at as they ask. Nothing of a trainer is imported, and no
+tensor read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from mcore_rlhf.core.facts import Kind
+from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, UsageError, headline
+from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.sidecar import passed_over
+from mcore_rlhf.formats.registry import is_model, open_without_manifest
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
+from mcore_rlhf.storage.patience import is_there, names_in
+from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
+from mcore_rlhf.trainers.loaders.known import LOADERS
+from mcore_rlhf.trainers.resuming import Held, Loader, Outcome, Prospect, Seen, Settings
+from mcore_rlhf.trainers.table import HERE, Trainer
+from mcore_rlhf.verify.itself import wrong_with
+
+_VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+_LOOKED_INTO = 4096
+"""Files of a folder that are looked into; of those after them only the names are asked."""
+_OURS = frozenset({MANIFEST_NAME, "manifest.json"})
+
+
+def loader_named(given: str) -> tuple[Loader, str]:
+    """The loader that is meant, and the version that was asked for; empty where none was.
+
+    Args:
+        given: ``NAME`` or ``NAME@VERSION``.
+
+    Raises:
+        UsageError: There are no rows of such a trainer, or that is no version.
+    """
+    name, at, version = given.partition("@")
+    by_name = {called: one for one in LOADERS for called in (one.trainer.name, *one.others)}
+    plain = name.strip().lower().replace("_", "-")
+    found = by_name.get(plain) or by_name.get(same(plain, by_name, FORMATS) or "")
+    if found is None:
+        known = [one.trainer.name for one in LOADERS]
+        raise UsageError(f"unknown trainer {name!r}{did_you_mean(name, by_name, FORMATS)}\nKnown: {', '.join(known)}")
+    if at and not _VERSION.fullmatch(version):
+        raise UsageError(f"{given!r}: expected NAME@VERSION, such as {found.trainer.name}@{found.version}")
+    return found, version
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The step that a trainer takes.
+
+    Args:
+        folder: It; None where it takes none, and training begins anew.
+        why: What makes it so.
+        places: Role → the model's folder.
+    """
+
+    folder: ReadablePath | None
+    why: str
+    places: dict[str, ReadablePath] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a trainer would go on with.
+
+    Args:
+        loader: Whose rows.
+        taken: The step.
+        roles: Role → what becomes of each thing.
+        notes: What limits that.
+        doubtful: Roles of which nothing seems lost, and whose model no reader here can open: whether its own loader can, nobody knows.
+    """
+
+    loader: Loader
+    taken: Taken
+    roles: dict[str, list[Prospect]]
+    notes: tuple[str, ...] = ()
+    doubtful: tuple[str, ...] = ()
+
+    @property
+    def resumes(self) -> bool:
+        """Whether everything goes on, as far as can be told."""
+        losses = (one.row.outcome.is_loss for prospects in self.roles.values() for one in prospects)
+        return self.taken.folder is not None and not self.doubtful and not any(losses)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the loader stops with an error."""
+        return any(one.row.outcome is Outcome.REFUSED for prospects in self.roles.values() for one in prospects)
+
+
+def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int | None = None) -> Forecast:
+    """Say what a trainer would go on with.
+
+    Args:
+        path: The root of its run, or a step.
+        loader: The trainer's.
+        settings: Its configuration.
+        world: Ranks that are to load; None for as many as saved.
+
+    Raises:
+        NotACheckpoint: The path does not exist, or nothing in it is a step of that trainer's.
+    """
+    path = absolute(path)
+    if not path.is_dir():
+        raise NotACheckpoint(f"{path}: " + ("expected a folder, found a file" if path.exists() else "no such folder"))
+    taken = take(path, loader, settings)
+    roles: dict[str, list[Prospect]] = {}
+    notes, doubtful = list[str](), list[str]()
+    for number, (role, place) in enumerate(taken.places.items()):
+        seen = _seen(role, place, taken.folder or path, settings, world)
+        found = loader.prospects(seen)
+        roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
+        if seen.held.problem:
+            notes.append(f"{role or 'the model'} cannot be opened: {seen.held.problem}")
+            doubtful += [] if any(one.row.outcome.is_loss for one in roles[role]) else [role]
+    return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
+
+
+def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
+    """The step that a trainer takes of a folder.
+
+    Raises:
+        NotACheckpoint: Nothing in it is a step of that trainer's.
+    """
+    trainer = loader.trainer
+    if trainer.by_role:
+        return _taken_by_role(path, trainer)
+    if _is_step(path, trainer):
+        return Taken(path, "named", _places(path, trainer))
+    folder, why = _of_root(path, loader, _named_in(loader, settings))
+    if folder is None and not _holds_steps(path, trainer):
+        raise NotACheckpoint(
+            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100)}\n"
+            "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
+        )
+    return Taken(folder, why, {} if folder is None else _places(folder, trainer))
+
+
+def _is_step(path: ReadablePath, trainer: Trainer) -> bool:
+    """Whether a folder is a step and no root: by its name, even where a file that marks one is gone, or by what is in it."""
+    if trainer.step_of(path.name) is not None:
+        return True
+    return not _holds_steps(path, trainer) and (trainer.wrote(path) or (trainer.alone and is_model(path)))
+
+
+def _holds_steps(path: ReadablePath, trainer: Trainer) -> bool:
+    named = any(trainer.step_of(name) is not None for name in names_in(path))
+    return named or (bool(trainer.tracker) and is_there(path / trainer.tracker))
+
+
+def _named_in(loader: Loader, settings: Settings) -> str:
+    """The step that the configuration names: a number, or the end of a path; empty where it does not, or says which by a word."""
+    found = str(settings.get(*loader.named) or "").rstrip("/").rpartition("/")[2] if loader.named else ""
+    return found if loader.trainer.step_of(found) is not None or _NUMBER.fullmatch(found) else ""
+
+
+def _of_root(root: ReadablePath, loader: Loader, named: str) -> tuple[ReadablePath | None, str]:
+    """The folder of a root that a trainer takes, and why; None where training begins anew."""
+    trainer = loader.trainer
+    if named:
+        folder = root / (trainer.folder_of(int(named)) if named.isdecimal() else named)
+        if not folder.is_dir():
+            return None, f"the configuration names {folder.name}, which is not there"
+        return folder, "the configuration names it"
+    if trainer.resumes == "tracker":
+        return _tracked(root, trainer)
+    numbers = {number: name for name in sorted(names_in(root)) if (number := trainer.step_of(name)) is not None}
+    if trainer.resumes == "named":
+        newest = numbers.get(max(numbers, default=-1))
+        return (
+            (None, "no step is there")
+            if newest is None
+            else (root / newest, "the newest; the script names which it loads")
+        )
+    passed = [] if loader.takes_any else [number for number, name in numbers.items() if trainer.missing(root / name)]
+    numbers = {number: name for number, name in numbers.items() if number not in passed}
+    said = f", passing over {', '.join(map(str, sorted(passed)))}, without {', '.join(trainer.needs)}" if passed else ""
+    if not numbers:
+        return None, "no step is there that it takes for one: training begins anew"
+    return root / numbers[max(numbers)], f"the highest number{said}"
+
+
+def _tracked(root: ReadablePath, trainer: Trainer) -> tuple[ReadablePath | None, str]:
+    if not is_there(root / trainer.tracker):
+        return None, f"{trainer.tracker} is not there: training begins anew, and nothing stops it"
+    try:
+        text = reading.read_line(root / trainer.tracker)
+    except OSError as error:
+        return None, f"{trainer.tracker} cannot be read: {error.strerror or error}"
+    number = trainer.tracked_step(text)
+    try:
+        folder = beneath(root, trainer.folder_of(number) if number is not None else text, "step", parts=1)
+    except CheckpointError as error:
+        return None, f"{trainer.tracker} names no step: {headline(str(error))}"
+    if not folder.is_dir():
+        return None, f"{trainer.tracker} names {folder.name}, which is not there"
+    return folder, trainer.tracker
+
+
+def _taken_by_role(path: ReadablePath, trainer: Trainer) -> Taken:
+    """Of a run with a folder for each role, each role's own step."""
+    places: dict[str, ReadablePath] = {}
+    said: list[str] = []
+    if trainer.wrote(path) and trainer.step_of(path.name) is not None:
+        return Taken(path, "named", {"": path})
+    roles = {role: path / names[0] for role, names in trainer.roles.items()}
+    there = {role: folder for role, folder in roles.items() if folder.is_dir()} or {"": path}
+    for role, folder in there.items():
+        found, why = _tracked(folder, trainer)
+        said.append(f"{role}: {why}" if role else why)
+        if found is not None:
+            places[role] = found
+    if not places and not any(_holds_steps(folder, trainer) for folder in there.values()):
+        raise NotACheckpoint(
+            f"{path}: holds no run of {trainer.title}: neither {', '.join(names[0] for names in trainer.roles.values())}, nor a tracker\n"
+            "Give the folder that ckpt.path names."
+        )
+    lacking = len(places) < len(there)
+    return Taken(None if lacking else path, "; ".join(said), places)
+
+
+def _places(step: ReadablePath, trainer: Trainer) -> dict[str, ReadablePath]:
+    """Where the models of a step lie, by role: the likeliest place where none can be told."""
+    if trainer.alone:
+        return {"": step}
+    found = {}
+    for role, names in trainer.roles.items():
+        there = [step / name if name != HERE else step for name in names if (step / name).is_dir()]
+        if there:
+            found[role] = next((place for place in there if is_model(place)), there[0])
+    return found or {"": step}
+
+
+def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings, world: int | None) -> Seen:
+    files = [name for name in files_below(place) if name not in _OURS]
+    above = files if place == step else files_below(step)
+    broken = dict(_broken(place, files))
+    if place != step:
+        beside = [name for name in above if not (step / name).is_relative_to(place)]
+        broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
+    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world)
+
+
+def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in names[:_LOOKED_INTO]:
+        wrong = wrong_with(folder, name)
+        if wrong:
+            yield name, wrong
+
+
+def held_by(folder: ReadablePath) -> Held:
+    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there."""
+    try:
+        with passed_over():
+            source = open_without_manifest(folder, ReadOptions())
+            inventory = inventory_of(source)
+    except CheckpointError as error:
+        return Held(headline(str(error)).replace(f"{folder}/", ""), isinstance(error, Incomplete))
+    dtypes: Counter[str] = Counter()
+    for param in source.model.params:
+        dtypes[str(param.dtype)] += prod(param.global_shape)
+    state = source.state
+    return Held(
+        optimizer=source.optimizer not in (None, ""),
+        scheduler=state.scheduler is not None,
+        scaler=state.grad_scaler is not None,
+        rng=any(item.kind is Kind.RNG for item in inventory),
+        release=state.release,
+        dtype=dtypes.most_common(1)[0][0] if dtypes else "",
+        dp=source.parallel.dp,
+        args=state.args,
+        values=frozenset(map(str, state.other)),
+    )

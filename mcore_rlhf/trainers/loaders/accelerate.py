@@ -1,0 +1,76 @@
+"""What ``Accelerator.load_state`` restores.
+
+Source: accelerate 1.15.0, ``checkpointing.py`` (``load_accelerator_state``), ``accelerator.py`` (``load_state``).
+"""
+
+from __future__ import annotations
+
+from mcore_rlhf.trainers.accelerate import TRAINER
+from mcore_rlhf.trainers.resuming import (
+    OF_OPTIMIZER,
+    Habit,
+    Loader,
+    Outcome,
+    Thing,
+    asked,
+    both,
+    broken,
+    has,
+    incomplete_in,
+    lacks,
+    missing_ranks,
+    refused,
+    rows_of,
+)
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+_ZERO, _FSDP = ("latest", "pytorch_model/*"), ("pytorch_model_fsdp*",)
+_RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
+
+ROWS = rows_of(
+    "accelerate 1.15.0, checkpointing.py:",
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "239", broken("model*.safetensors", "pytorch_model*"), True),
+    Habit((Thing.WEIGHTS,),
+        _REFUSED, "neither model.safetensors nor pytorch_model.bin is there; weights in several files are not looked for",
+        "239", lacks("model.safetensors", "pytorch_model.bin", *_ZERO, *_FSDP), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "239",
+        incomplete_in("pytorch_model_fsdp", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS,), _RESTORED, "the model's file, or what DeepSpeed or FSDP has", "239", ran=True),
+    Habit(OF_OPTIMIZER, _REFUSED, "a file of the optimizer is missing: {problem}", "255",
+        incomplete_in("_optim_states", "_model_states", "optimizer")),
+    Habit(OF_OPTIMIZER, _RESTORED, "DeepSpeed's own, with the model: see --trainer deepspeed on this folder", "239", has(*_ZERO)),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "255", broken("optimizer*"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "optimizer.bin is not there, and is opened without a look", "255",
+        lacks("optimizer.bin", "optimizer_0/*", "pytorch_optimizer*"), True),
+    Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order", "255", ran=True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.bin is not there; it is opened where the script prepared a scheduler", "263",
+        lacks("scheduler.bin"), True),
+    Habit((Thing.SCHEDULER,), _RESTORED, "scheduler.bin, where the script prepared one", "263", ran=True),
+    Habit((Thing.SCALER,), _REFUSED, "{file} {wrong}: loading it fails", "288", broken("scaler.pt")),
+    Habit((Thing.SCALER,), _REFUSED, "the run is in fp16, and scaler.pt is not there", "288", both(lacks("scaler.pt"), asked("fp16"))),
+    Habit((Thing.SCALER,), _REFUSED, "the run is in fp16, and scaler.pt is not there", "288",
+        both(lacks("scaler.pt"), lambda seen: seen.settings.get("mixed_precision") == "fp16")),
+    Habit((Thing.SCALER,), _RESTORED, "scaler.pt, where the run is in fp16", "288", has("scaler.pt")),
+    Habit((Thing.SCALER,), _ABSENT, "no scaler.pt; only a run in fp16 has one", "288", ran=True),
+    Habit((Thing.RNG, Thing.COUNTERS), _ANEW, "{file} {wrong}: the error is swallowed, an info line says so", "293",
+        broken("random_states_*.pkl"), True),
+    Habit((Thing.RNG, Thing.COUNTERS), _ANEW, "no random_states_0.pkl: the error is swallowed, an info line says so", "293",
+        lacks("random_states_*.pkl"), True),
+    Habit((Thing.RNG, Thing.COUNTERS),
+        _ANEW, "{file} is not there ({ranks} ranks have none): the error is swallowed, an info line says so",
+        "293", missing_ranks(_RNG)),
+    Habit((Thing.RNG,), _RESTORED, "random_states_….pkl of each rank", "293", ran=True),
+    Habit((Thing.COUNTERS,),
+        _RESTORED, "the accelerator's own step, in random_states_….pkl; counters of the script are in what it registered",
+        "293"),
+    Habit((Thing.DATA,), _ANEW, "use_stateful_dataloader, and dl_state_dict.bin is not there; nothing is said", "277",
+        both(lacks("dl_state_dict*.bin"), asked(_STATEFUL))),
+    Habit((Thing.DATA,), _IGNORED, "dl_state_dict.bin is read with use_stateful_dataloader alone", "277",
+        both(has("dl_state_dict*.bin"), refused(_STATEFUL))),
+    Habit((Thing.DATA,), _REFUSED, "{file} {wrong}: loading it fails", "277", broken("dl_state_dict*.bin")),
+    Habit((Thing.DATA,), _RESTORED, "dl_state_dict.bin, where the run has use_stateful_dataloader", "277", has("dl_state_dict*.bin")),
+    Habit((Thing.DATA,), _ABSENT, "the place in the data is not stored: the script goes forward itself (skip_first_batches)", "265"),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "1.15.0", ROWS)

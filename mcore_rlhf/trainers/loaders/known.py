@@ -1,0 +1,12 @@
+"""The loaders of which there are rows."""
+
+from __future__ import annotations
+
+from mcore_rlhf.trainers.resuming import Loader
+
+from . import accelerate, deepspeed, megatron, nemo_rl, openrlhf, rlinf, torchtitan, transformers, verl
+
+LOADERS: tuple[Loader, ...] = (
+    megatron.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, openrlhf.LOADER, torchtitan.LOADER,
+    rlinf.LOADER, nemo_rl.LOADER,
+)  # fmt: skip

@@ -1,0 +1,54 @@
+"""What NeMo-RL restores of the newest step in ``checkpointing.checkpoint_dir``.
+
+Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``get_resume_paths``, ``load_training_info``), ``nemo_rl/algorithms/grpo.py``
+(``setup``, ``load_dataloader_state``).
+"""
+
+from __future__ import annotations
+
+from mcore_rlhf.trainers.nemo_rl import TRAINER
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, broken, incomplete, rows_of
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+_PATHS = "utils/checkpoint.py:191 (get_resume_paths)"
+_WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER)
+
+
+def _no_optimizer(seen: Seen) -> bool:
+    """Neither a folder of its own beside the weights, nor in what Megatron wrote."""
+    role = {"critic": "value"}.get(seen.role, "policy")
+    apart = any(name.startswith(f"{role}/optimizer/") for name in seen.above)
+    megatron = any("/iter_0000000/" in name for name in seen.above if name.startswith(f"{role}/"))
+    return not apart and not (megatron and (seen.held.optimizer or bool(seen.held.problem)))
+
+
+def _of_step(seen: Seen, file: str) -> object:
+    return {"wrong": seen.broken[file]} if file in seen.broken else None
+
+
+def _data(seen: Seen) -> list[str]:
+    return sorted(name for name in seen.above if name.startswith("train_dataloader"))
+
+
+ROWS = rows_of(
+    "NeMo-RL 7ea279a, nemo_rl/",
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _PATHS, broken("*.distcp", "*.metadata", "*.safetensors")),
+    Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _PATHS, incomplete),
+    Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
+    Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
+        _no_optimizer),
+    Habit(_WITH_OPTIMIZER, _RESTORED, "optimizer/, or Megatron's own in the weights' folder", _PATHS),
+    Habit((Thing.COUNTERS,), _REFUSED, "training_info.json is not there", "utils/checkpoint.py:571 (load_training_info)",
+        lambda seen: "training_info.json" not in seen.above),
+    Habit((Thing.COUNTERS,), _REFUSED, "training_info.json {wrong}", "utils/checkpoint.py:571 (load_training_info)",
+        lambda seen: _of_step(seen, "training_info.json")),
+    Habit((Thing.COUNTERS,), _RESTORED, "training_info.json", "utils/checkpoint.py:571 (load_training_info)"),
+    Habit((Thing.DATA,), _REFUSED, "no train_dataloader….pt is there", "algorithms/grpo.py:592 (init_train_dataloader)",
+        lambda seen: not _data(seen)),
+    Habit((Thing.DATA,), _REFUSED, "train_dataloader….pt {wrong}", "algorithms/grpo.py:592 (init_train_dataloader)",
+        lambda seen: next((found for name in _data(seen) if (found := _of_step(seen, name))), None)),
+    Habit((Thing.DATA,), _RESTORED, "train_dataloader….pt", "algorithms/grpo.py:592 (init_train_dataloader)"),
+    Habit((Thing.RNG,), _ABSENT, "NeMo-RL stores no random states on DTensor; Megatron's are in its own files", _PATHS),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "7ea279a", ROWS)

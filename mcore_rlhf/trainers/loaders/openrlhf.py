@@ -1,0 +1,37 @@
+"""What OpenRLHF restores with ``--ckpt.load_enable``: DeepSpeed's loader for each role, and the actor's client state.
+
+Source: OpenRLHF 0.11.2, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py`` (``load_ckpt``), ``openrlhf/trainer/ppo_trainer.py``
+(``init_checkpoint_states``, ``fit``), ``openrlhf/utils/deepspeed/deepspeed.py`` (``load_ckpt``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_rlhf.trainers.openrlhf import TRAINER
+from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, refused, rows_of
+
+from . import deepspeed
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+
+
+def _unsaid(seen: Seen) -> object:
+    gone = sorted({*TRAINER.asks} - {*seen.held.values})
+    return not seen.held.problem and gone and {"keys": ", ".join(gone)}
+
+
+ROWS = (
+    *rows_of(
+        "OpenRLHF 0.11.2, openrlhf/trainer/",
+        Habit(EVERYTHING, _ANEW, "{key} is off: nothing is loaded", "ray/ppo_actor.py:575", refused("ckpt.load_enable", "load_enable")),
+        Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "the client state has no {keys}: a KeyError", "ppo_trainer.py:507 (fit)", _unsaid),
+        Habit((Thing.DATA,), _RESTORED, "data_loader_state_dict, in the actor's client state", "ppo_trainer.py:518 (fit)",
+            lambda seen: not seen.held.problem),
+        Habit((Thing.COUNTERS,), _RESTORED, "episode, global_step, total_consumed_prompts, in the actor's client state",
+            "ppo_trainer.py:507 (fit)", lambda seen: not seen.held.problem),
+    ),
+    *(replace(row, ran=False) for row in deepspeed.ROWS),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "0.11.2", ROWS)

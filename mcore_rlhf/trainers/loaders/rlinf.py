@@ -1,0 +1,54 @@
+"""What RLinf restores of ``runner.resume_dir``.
+
+Source: RLinf a3816b5, ``rlinf/runners/reasoning_runner.py`` (``init_workers``), ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``
+(``load_state_dict``).
+"""
+
+from __future__ import annotations
+
+from mcore_rlhf.trainers.resuming import (
+    EVERYTHING,
+    OF_OPTIMIZER,
+    Habit,
+    Loader,
+    Outcome,
+    Thing,
+    broken,
+    has,
+    incomplete,
+    rows_of,
+)
+from mcore_rlhf.trainers.rlinf import TRAINER
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+_MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
+_STATE, _RUNNER = (
+    "hybrid_engines/fsdp/strategy/checkpoint.py:105 (load_state_dict)",
+    "runners/reasoning_runner.py:278 (init_workers)",
+)
+_DCP = has("*dcp_checkpoint/*")
+
+ROWS = rows_of(
+    "RLinf a3816b5, rlinf/",
+    Habit(EVERYTHING, _ANEW, "runner.resume_dir is null: nothing is loaded", "runners/reasoning_runner.py:261 (init_workers)",
+        lambda seen: "runner.resume_dir" in seen.settings.values and seen.settings.values["runner.resume_dir"] is None),
+    Habit(_MODEL, _REFUSED, "{file} {wrong}: loading it fails", _STATE, broken("*dcp_checkpoint/*", "*local_shard_checkpoint/*",
+        "iter_*/*")),
+    Habit(_MODEL, _REFUSED, "a file is missing: {problem}", _STATE, incomplete),
+    Habit(OF_OPTIMIZER, _REFUSED, "no optimizer is stored, and its key is asked for", _STATE,
+        lambda seen: not seen.held.problem and not seen.held.optimizer),
+    Habit((Thing.SCHEDULER,), _REFUSED, "no lr_schedulers are stored, and their key is asked for", _STATE,
+        lambda seen: not seen.held.problem and not seen.held.scheduler),
+    Habit((Thing.RNG,), _REFUSED, "no rng is stored, and its key is asked for", _STATE,
+        lambda seen: not seen.held.problem and _DCP(seen) and not seen.held.rng),
+    Habit(_MODEL, _RESTORED, "dcp_checkpoint, of a run whose fsdp_version is the same", _STATE, _DCP),
+    Habit(_MODEL, _RESTORED, "what Megatron-LM's own loader restores: see --trainer megatron-lm on the role's folder", _STATE),
+    Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name", "runners/reasoning_runner.py:267 (init_workers)"),
+    Habit((Thing.DATA,), _ANEW, "data/data.pt is not there: a warning, and the data from the start", _RUNNER,
+        lambda seen: "data/data.pt" not in seen.above),
+    Habit((Thing.DATA,), _REFUSED, "data/data.pt {wrong}: loading it fails", _RUNNER,
+        lambda seen: "data/data.pt" in seen.broken and {"wrong": seen.broken["data/data.pt"]}),
+    Habit((Thing.DATA,), _RESTORED, "data/data.pt", _RUNNER),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "a3816b5", ROWS, ("runner.resume_dir",))

@@ -1,0 +1,119 @@
+"""What ``Trainer.train(resume_from_checkpoint=…)`` restores; TRL's trainers are transformers'.
+
+Source: transformers 5.23.0, ``trainer.py`` (``_load_from_checkpoint``, ``_load_optimizer_and_scheduler``, ``_load_rng_state``,
+``_load_scaler``, ``_init_training_state``).
+"""
+
+from __future__ import annotations
+
+from mcore_rlhf.trainers.resuming import (
+    MOST_RANKS,
+    OF_OPTIMIZER,
+    Habit,
+    Loader,
+    Outcome,
+    Seen,
+    Thing,
+    asked,
+    both,
+    broken,
+    has,
+    incomplete_in,
+    lacks,
+    refused,
+    rows_of,
+)
+from mcore_rlhf.trainers.transformers import TRAINER
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+_WEIGHTS = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.*",
+    "*/adapter_model.*", "pytorch_model_fsdp*", "latest",
+)  # fmt: skip
+_STORED = ("*.safetensors", "pytorch_model*", "*/adapter_model.*", "adapter_model.bin")
+_OPTIMIZER, _ZERO = ("optimizer.pt", "optimizer.bin", "optimizer*/*"), ("latest", "global_step*/*")
+_BY_OTHERS = "is left to DeepSpeed, with the model: see --trainer deepspeed on this folder"
+
+
+def _ranks(seen: Seen) -> int:
+    """Processes that are to load; a run of one never numbers its file."""
+    there = seen.ranks("rng_state_{rank}.pth")
+    shards = seen.ranks("pytorch_model_fsdp_0/__{rank}_0.distcp")
+    return seen.world if seen.world is not None else max(2, len(shards), *(rank + 1 for rank in there)) if there else 1
+
+
+def _rng_missing(seen: Seen) -> object:
+    count = min(_ranks(seen), MOST_RANKS)
+    wanted = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
+    gone = [name for name in wanted if name not in seen.files]
+    return gone and {"file": gone[0], "count": f"{len(gone)} of {count}"}
+
+
+def _other_dtype(seen: Seen) -> object:
+    now = str(seen.settings.get("dtype", "torch_dtype", "model_init_kwargs.dtype") or "").removeprefix("torch.")
+    now = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(now, now)
+    was = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(seen.held.dtype, seen.held.dtype)
+    return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
+
+
+ROWS = rows_of(
+    "transformers 5.23.0, trainer.py:",
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "no file of weights that it knows: “Can't find a valid checkpoint”", "3657 (_load_from_checkpoint)",
+        lacks(*_WEIGHTS), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "pytorch_model_fsdp… is loaded by a run with FSDP alone, and the configuration has none",
+        "3640 (_load_from_checkpoint)", both(has("pytorch_model_fsdp*"), refused("fsdp"))),
+    Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
+        incomplete_in("pytorch_model", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS,), _RESTORED, "the model's file is read into the model that the run made", "3602 (_load_from_checkpoint)",
+        ran=True),
+    Habit((Thing.LORA,), _RESTORED, "the adapter's file is read; its base is the one that the run gives", "3690 (_load_from_checkpoint)",
+        has("adapter_model.*", "*/adapter_model.*"), True),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} in which the configuration makes the model",
+        "3602 (_load_from_checkpoint)", _other_dtype),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: DeepSpeed fails to load it", "1803 (_prepare_for_training)", broken("global_step*/*")),
+    Habit(OF_OPTIMIZER, _REFUSED, "a file is missing: {problem}", "1803 (_prepare_for_training)", incomplete_in("_optim_states",
+        "_model_states")),
+    Habit(OF_OPTIMIZER, _RESTORED, _BY_OTHERS, "3891 (_load_optimizer_and_scheduler)", has(*_ZERO)),
+    Habit((*OF_OPTIMIZER, Thing.SCHEDULER),
+        _ANEW, "neither optimizer.pt nor scheduler.pt is there, as after save_only_model; nothing is said",
+        "3923 (_load_optimizer_and_scheduler)", both(lacks(*_OPTIMIZER), lacks("scheduler.pt"), lacks(*_ZERO)), True),
+    Habit(OF_OPTIMIZER, _ANEW, "optimizer.pt is not there; nothing is said", "3923 (_load_optimizer_and_scheduler)",
+        lacks(*_OPTIMIZER), True),
+    Habit((Thing.SCHEDULER,), _IGNORED, "scheduler.pt is passed over, as optimizer.pt is not there: both or neither; nothing is said",
+        "3923 (_load_optimizer_and_scheduler)", both(lacks(*_OPTIMIZER), lacks(*_ZERO)), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.pt is not there, and a run on DeepSpeed opens it without a look",
+        "3896 (_load_optimizer_and_scheduler)", both(has(*_ZERO), lacks("scheduler.pt"))),
+    Habit(OF_OPTIMIZER, _IGNORED, "passed over, as scheduler.pt is not there: both or neither; nothing is said",
+        "3923 (_load_optimizer_and_scheduler)", lacks("scheduler.pt"), True),
+    Habit((Thing.SCHEDULER,), _ANEW, "scheduler.pt is not there; nothing is said", "3923 (_load_optimizer_and_scheduler)",
+        lacks("scheduler.pt"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "3886 (_load_optimizer_and_scheduler)", broken(*_OPTIMIZER), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "3886 (_load_optimizer_and_scheduler)",
+        broken("scheduler.pt"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "a file of the optimizer is missing: {problem}", "3886 (_load_optimizer_and_scheduler)",
+        incomplete_in("optimizer")),
+    Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order",
+        "3886 (_load_optimizer_and_scheduler)",
+        ran=True),
+    Habit((Thing.SCHEDULER,), _RESTORED, "scheduler.pt", "3886 (_load_optimizer_and_scheduler)", ran=True),
+    Habit((Thing.SCALER,), _REFUSED, "{file} {wrong}: loading it fails", "3993 (_load_scaler)", broken("scaler.pt")),
+    Habit((Thing.SCALER,), _RESTORED, "scaler.pt", "3993 (_load_scaler)", has("scaler.pt")),
+    Habit((Thing.SCALER,), _ANEW, "the run is in fp16, and scaler.pt is not there; nothing is said", "3993 (_load_scaler)",
+        asked("fp16")),
+    Habit((Thing.SCALER,), _ABSENT, "no scaler.pt; only a run in fp16 has one", "3993 (_load_scaler)", ran=True),
+    Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "trainer_state.json is not there, and is opened without a look", "1565 (train)",
+        lacks("trainer_state.json"), True),
+    Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "{file} {wrong}", "1565 (train)", broken("trainer_state.json"), True),
+    Habit((Thing.COUNTERS,), _RESTORED, "trainer_state.json: step, epoch, log", "1697 (_init_training_state)", ran=True),
+    Habit((Thing.RNG,), _REFUSED, "{file} {wrong}: loading it fails", "3866 (_load_rng_state)", broken("rng_state*.pth"), True),
+    Habit((Thing.RNG,), _ANEW, "{file} is not there ({count} ranks have none): an info line, and other random numbers",
+        "3841 (_load_rng_state)",
+        _rng_missing, True),
+    Habit((Thing.RNG,), _RESTORED, "rng_state….pth of each rank", "3841 (_load_rng_state)", ran=True),
+    Habit((Thing.DATA,), _ANEW, "ignore_data_skip: the data begin again", "1707 (_init_training_state)", asked("ignore_data_skip"), True),
+    Habit((Thing.DATA,), _RESTORED, "batches of this epoch that were seen are skipped, in the order that the run's seed gives",
+        "1844 (_run_epoch)", ran=True),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "5.23.0", ROWS, ("resume_from_checkpoint",), ("trl", "trainer", "hf-trainer"), takes_any=True)

@@ -1,0 +1,121 @@
+"""What verl restores with ``resume_mode=auto`` or ``resume_path``: rank files of FSDP, or Megatron's ``dist_ckpt``.
+
+Source: verl 0.9.1, ``verl/trainer/ppo/ray_trainer.py`` (``_load_checkpoint``), ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``
+(``load_checkpoint``), ``checkpoint_manager.py`` (``find_latest_ckpt_path``: no tracker is training from scratch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mcore_rlhf.trainers.resuming import (
+    EVERYTHING,
+    MOST_RANKS,
+    OF_OPTIMIZER,
+    Habit,
+    Loader,
+    Outcome,
+    Seen,
+    Thing,
+    both,
+    broken,
+    has,
+    incomplete,
+    rows_of,
+)
+from mcore_rlhf.trainers.verl import TRAINER
+
+_RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
+_EXTRA = (Thing.SCHEDULER, Thing.RNG)
+_RANKED = ("model_world_size_*", "optim_world_size_*", "extra_state_world_size_*")
+
+
+def _world(seen: Seen) -> int:
+    """Ranks that are to load: as said, as configured, or as many as saved."""
+    gpus, nodes = seen.settings.number("trainer.n_gpus_per_node"), seen.settings.number("trainer.nnodes")
+    if seen.world is not None or (gpus and nodes):
+        return seen.world or (gpus or 1) * (nodes or 1)
+    saved = [name.partition("_world_size_")[2].partition("_")[0] for name in seen.matching(*_RANKED)]
+    return max((int(one) for one in saved if one.isdecimal() and len(one) < 7), default=1)
+
+
+def _left_out(content: str) -> Callable[[Seen], object]:
+    """The role's ``load_contents`` does not name a content."""
+
+    def when(seen: Seen) -> object:
+        of_role = "critic" if seen.role == "critic" else "actor"
+        found = seen.settings.listed(f"{of_role}.checkpoint.load_contents")
+        return found is not None and content not in found
+
+    return when
+
+
+def _ranks_lack(what: str) -> Callable[[Seen], object]:
+    """A rank that loads has no file of its name, which has the number of ranks in it."""
+
+    def when(seen: Seen) -> object:
+        world = min(_world(seen), MOST_RANKS)
+        there = seen.ranks(f"{what}_world_size_{world}_rank_{{rank}}.pt")
+        gone = [rank for rank in range(world) if rank not in there]
+        return gone and {"file": f"{what}_world_size_{world}_rank_{gone[0]}.pt", "ranks": f"{len(gone)} of {world}"}
+
+    return when
+
+
+_FSDP, _MEGATRON = has(*_RANKED, "fsdp_config.json"), has("dist_ckpt/*", "*/dist_ckpt/*")
+_IN_FSDP = "utils/checkpoint/fsdp_checkpoint_manager.py (load_checkpoint)"
+_IN_MEGATRON = "utils/checkpoint/megatron_checkpoint_manager.py (load_checkpoint)"
+_IN_DRIVER = "trainer/ppo/ray_trainer.py (_load_checkpoint)"
+_GONE = "{file} is not there ({ranks} ranks): its rank fails; as many ranks must load as saved"
+
+
+def _of_file(things: tuple[Thing, ...], what: str, content: str, line: str) -> tuple[Habit, ...]:
+    """The rows of one of the three files that each rank has."""
+    where = f"utils/checkpoint/fsdp_checkpoint_manager.py:{line} (load_checkpoint)"
+    return (
+        Habit(things, _ANEW, f"checkpoint.load_contents has no {content}", where, _left_out(content), True),
+        Habit(things, _REFUSED, "{file} {wrong}: loading it fails", where, broken(f"{what}_world_size_*"), True),
+        Habit(things, _REFUSED, _GONE, where, both(_FSDP, _ranks_lack(what)), True),
+    )
+
+
+ROWS = rows_of(
+    "verl 0.9.1, verl/",
+    Habit(EVERYTHING, _ANEW, "resume_mode is disable: nothing is loaded", _IN_DRIVER,
+        lambda seen: seen.settings.get("trainer.resume_mode") == "disable"),
+    *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
+    *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
+    *_of_file(_EXTRA, "extra_state", "extra", "241"),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "neither files of ranks nor dist_ckpt are there",
+        _IN_FSDP, lambda seen: not _FSDP(seen) and not _MEGATRON(seen)),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "a file is missing: {problem}",
+        _IN_MEGATRON,
+        both(_MEGATRON, incomplete)),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "{file} {wrong}: loading it fails",
+        _IN_MEGATRON, broken("*dist_ckpt/*")),
+    Habit((*OF_OPTIMIZER,), _REFUSED, "no optimizer is stored, and load_contents asks for one",
+        _IN_MEGATRON,
+        lambda seen: _MEGATRON(seen) and not seen.held.problem and not seen.held.optimizer),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _RESTORED, "dist_ckpt", _IN_MEGATRON, _MEGATRON),
+    Habit(_EXTRA, _RESTORED, "lr_scheduler and rng_state in dist_ckpt", _IN_MEGATRON,
+        _MEGATRON),
+    Habit((Thing.WEIGHTS,), _RESTORED, "model_world_size_….pt of each rank", _IN_FSDP,
+        ran=True),
+    Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _IN_FSDP, ran=True),
+    Habit(_EXTRA, _RESTORED, "extra_state_world_size_….pt of each rank", _IN_FSDP, ran=True),
+    Habit((Thing.LORA,), _IGNORED, "lora_adapter/ is for serving; the adapter goes on from model_world_size_….pt",
+        _IN_FSDP,
+        lambda seen: seen.has("lora_adapter/*") and not seen.has("model_world_size_*")),
+    Habit((Thing.LORA,), _RESTORED, "with the weights; lora_adapter/ is for serving", _IN_FSDP,
+        has("lora_adapter/*")),
+    Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name; an adaptive KL coefficient is not stored",
+        _IN_DRIVER),
+    Habit((Thing.DATA,), _ANEW, "data.pt is not there: a printed warning, and the data from the start", _IN_DRIVER,
+        lambda seen: "data.pt" not in seen.above),
+    Habit((Thing.DATA,), _REFUSED, "data.pt {wrong}: loading it fails", _IN_DRIVER,
+        lambda seen: "data.pt" in seen.broken and {"wrong": seen.broken["data.pt"]}),
+    Habit((Thing.DATA,), _RESTORED, "data.pt; at the end of an epoch it is not read, as the next begins anew",
+        _IN_DRIVER),
+)  # fmt: skip
+
+LOADER = Loader(TRAINER, "0.9.1", ROWS, ("trainer.resume_from_path",))

@@ -1,0 +1,330 @@
+"""What a trainer's loader makes of a step: rows that say when, what becomes of which thing, and in which line of its code that is.
+
+A row asks facts of a folder and of a configuration (:class:`Seen`). For each thing the first row that is meant decides, so the rows of a
+table stand from what stops a run, over what is passed over, to what is restored. Whoever adds a trainer adds rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from fnmatch import fnmatchcase
+
+from .table import Trainer
+
+
+class Thing(str, Enum):
+    """What a run has that goes on."""
+
+    WEIGHTS = "weights"
+    LORA = "LoRA"
+    DTYPE = "dtype"
+    OPTIMIZER = "optimizer"
+    GROUPS = "param groups"
+    SCHEDULER = "scheduler"
+    SCALER = "loss scaler"
+    COUNTERS = "counters"
+    RNG = "RNG"
+    DATA = "data"
+
+
+class Outcome(str, Enum):
+    """What the loader does about a thing."""
+
+    RESTORED = "restored"
+    ANEW = "started anew"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+    ABSENT = "not there"
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the run does not go on with it as it was."""
+        return self not in {Outcome.RESTORED, Outcome.ABSENT}
+
+
+MOST_RANKS = 1 << 20
+"""More do not load a checkpoint, whatever a configuration says."""
+OF_OPTIMIZER = (Thing.OPTIMIZER, Thing.GROUPS)
+EVERYTHING = tuple(Thing)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a reader finds in a model's folder.
+
+    Args:
+        problem: Why it cannot be opened; empty where it can, and nothing else is known where it cannot.
+        incomplete: Whether that is because a file or rank is missing.
+        optimizer: Whether there is optimizer state.
+        scheduler: Whether there is a scheduler's state.
+        scaler: Whether there is a loss scaler's.
+        rng: Whether there are random states.
+        release: Whether it is a release, weights alone.
+        dtype: Of most parameters.
+        dp: Data-parallel ranks.
+        args: The run's arguments.
+        values: Keys of further values.
+    """
+
+    problem: str = ""
+    incomplete: bool = False
+    optimizer: bool = False
+    scheduler: bool = False
+    scaler: bool = False
+    rng: bool = False
+    release: bool = False
+    dtype: str = ""
+    dp: int = 0
+    args: Mapping[str, object] = field(default_factory=dict)
+    values: frozenset[str] = frozenset()
+
+
+_REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
+_MOST_REFERENCES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration: dotted keys and values, ``-`` as ``_``; empty where none was given.
+
+    Args:
+        values: Them.
+    """
+
+    values: Mapping[str, object] = field(default_factory=dict)
+
+    def get(self, *keys: str) -> object:
+        """The value of the first key that is there, by its whole name or by its last parts; None where none is.
+
+        What refers to another key, as OmegaConf writes it (``${.save_contents}``, ``${trainer.steps}``), is that one's value.
+        """
+        for key in keys:
+            names = [key] if key in self.values else [name for name in self.values if name.endswith(f".{key}")]
+            if names:
+                return self._followed(names[0])
+        return None
+
+    def _followed(self, name: str) -> object:
+        for _ in range(_MOST_REFERENCES):
+            value = self.values.get(name)
+            referred = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+            if referred is None:
+                return None if isinstance(value, str) and "${" in value else value
+            above = name.rpartition(".")[0]
+            name = ".".join(filter(None, [above, referred[2]])) if referred[1] else referred[2]
+        return None
+
+    def says(self, *keys: str) -> bool:
+        """Whether it says yes."""
+        return str(self.get(*keys)).lower() in ("true", "1", "yes")
+
+    def denies(self, *keys: str) -> bool:
+        """Whether it says no, which is more than to say nothing."""
+        found = self.get(*keys)
+        return found is not None and str(found).lower() in ("false", "0", "no", "none", "", "[]")
+
+    def number(self, *keys: str) -> int | None:
+        """A whole number; None where there is none."""
+        found = str(self.get(*keys))
+        return int(found) if found.isdecimal() and found.isascii() and len(found) < 10 else None
+
+    def listed(self, *keys: str) -> list[str] | None:
+        """The words of a list; None where there is none."""
+        found = self.get(*keys)
+        if isinstance(found, list | tuple):
+            return [str(one) for one in found]
+        return re.findall(r"[\w.-]+", found) if isinstance(found, str) and found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What rows ask: a model's folder in a step, what lies beside it, and the configuration.
+
+    Args:
+        role: Whose model; empty where a step is one model.
+        files: Files of the model's folder, relative to it.
+        above: Files of the step's folder, relative to it.
+        broken: Of both: those that no loader could read, each with what is wrong.
+        held: What a reader finds.
+        settings: The configuration.
+        world: Ranks that are to load; None where nobody says, and they are as many as saved.
+    """
+
+    role: str
+    files: frozenset[str]
+    above: frozenset[str]
+    broken: Mapping[str, str]
+    held: Held
+    settings: Settings
+    world: int | None = None
+
+    def matching(self, *patterns: str) -> list[str]:
+        """The model's files that a pattern fits, in order."""
+        return sorted(name for name in self.files if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+    def has(self, *patterns: str) -> bool:
+        """Whether a file of the model fits a pattern."""
+        return bool(self.matching(*patterns))
+
+    def ranks(self, pattern: str) -> set[int]:
+        """The ranks that have a file of a name with ``{rank}`` in it."""
+        wanted = re.compile(re.escape(pattern).replace(re.escape("{rank}"), r"(\d{1,6})"))
+        return {int(match[1]) for name in self.files if (match := wanted.fullmatch(name))}
+
+
+Values = Mapping[str, object]
+
+
+def _always(_: Seen) -> object:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """A row of a loader's table.
+
+    Args:
+        things: Of what it speaks.
+        outcome: What becomes of it.
+        why: The sentence; its names in braces are values that ``when`` gives.
+        source: Repository, version, file and line, or function.
+        when: Whether it is meant: nothing, or what is empty, says that it is not; a mapping is the sentence's values.
+        ran: Whether a test runs the loader and sees the same; otherwise it was read in the code, and not run.
+    """
+
+    things: tuple[Thing, ...]
+    outcome: Outcome
+    why: str
+    source: str
+    when: Callable[[Seen], object] = _always
+    ran: bool = False
+
+    def said(self, seen: Seen) -> str | None:
+        """Its sentence; None where it is not meant."""
+        meant = self.when(seen)
+        if not meant:
+            return None
+        return self.why.format_map(meant) if isinstance(meant, Mapping) else self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What becomes of a thing.
+
+    Args:
+        thing: It.
+        why: In words.
+        row: The row that says so.
+    """
+
+    thing: Thing
+    why: str
+    row: Habit
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """How a trainer resumes.
+
+    Args:
+        trainer: How it lays out its runs.
+        version: The release of which the rows are.
+        rows: The rows.
+        named: Keys of the configuration that name the step; of numbers, or of folders.
+        others: What else people call it.
+        once: Things that a step has once, whatever roles it has.
+        takes_any: Whether it takes the highest number whatever lies in that folder.
+    """
+
+    trainer: Trainer
+    version: str
+    rows: Sequence[Habit]
+    named: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    once: tuple[Thing, ...] = (Thing.COUNTERS, Thing.DATA)
+    takes_any: bool = False
+
+    def prospects(self, seen: Seen) -> Iterator[Prospect]:
+        """What becomes of each thing of which it has rows, in the order of :class:`Thing`."""
+        for thing in Thing:
+            said = ((row, row.said(seen)) for row in self.rows if thing in row.things)
+            found = next(((row, why) for row, why in said if why is not None), None)
+            if found is not None:
+                yield Prospect(thing, found[1], found[0])
+
+
+def rows_of(source: str, *rows: Habit) -> tuple[Habit, ...]:
+    """Rows whose sources begin alike: repository, version and file."""
+    return tuple(replace(row, source=f"{source}{row.source}") for row in rows)
+
+
+# What rows often ask.
+
+
+def lacks(*patterns: str) -> Callable[[Seen], object]:
+    """No file fits any of the patterns."""
+    return lambda seen: not seen.has(*patterns)
+
+
+def has(*patterns: str) -> Callable[[Seen], object]:
+    """A file fits a pattern."""
+    return lambda seen: seen.has(*patterns)
+
+
+def broken(*patterns: str) -> Callable[[Seen], object]:
+    """A file that fits cannot be read: ``{file}`` and ``{wrong}``."""
+
+    def when(seen: Seen) -> object:
+        found = next((name for name in seen.matching(*patterns) if name in seen.broken), None)
+        return found and {"file": found, "wrong": seen.broken[found]}
+
+    return when
+
+
+def asked(*keys: str) -> Callable[[Seen], object]:
+    """The configuration says yes to a key: ``{key}``."""
+    return lambda seen: next(({"key": key} for key in keys if seen.settings.says(key)), None)
+
+
+def refused(*keys: str) -> Callable[[Seen], object]:
+    """The configuration says no to a key: ``{key}``."""
+    return lambda seen: next(({"key": key} for key in keys if seen.settings.denies(key)), None)
+
+
+def missing_ranks(pattern: str, least: Callable[[Seen], int] = lambda seen: seen.held.dp) -> Callable[[Seen], object]:
+    """Some rank that loads, or that saved, has no file of its own: ``{file}`` and ``{ranks}``."""
+
+    def when(seen: Seen) -> object:
+        there = seen.ranks(pattern)
+        count = seen.world if seen.world is not None else max([least(seen), *(rank + 1 for rank in there)])
+        gone = [rank for rank in range(min(count, MOST_RANKS)) if rank not in there]
+        return there and gone and {"file": pattern.format(rank=gone[0]), "ranks": f"{len(gone)} of {count}"}
+
+    return when
+
+
+def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:
+    """All of them are meant; the values are the last one's."""
+
+    def when(seen: Seen) -> object:
+        found: object = None
+        for condition in conditions:
+            found = condition(seen)
+            if not found:
+                return None
+        return found
+
+    return when
+
+
+def incomplete(seen: Seen) -> object:
+    """The reader misses a file, or a rank: ``{problem}``."""
+    return {"problem": seen.held.problem} if seen.held.incomplete else None
+
+
+def incomplete_in(*words: str) -> Callable[[Seen], object]:
+    """The reader misses a file in whose path one of the words is: ``{problem}``."""
+    return lambda seen: incomplete(seen) if any(word in seen.held.problem for word in words) else None

@@ -1,0 +1,220 @@
+"""``will-resume`` says what the real loaders do: each runs on folders from which one thing was taken, and what it restored is compared.
+
+What a loader restored is read off the live objects after it: weights, moments, the scheduler's place, the step, the random states, the
+first batch that is trained on. Nothing here asks the rows what they expect.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
+from tests.trainers import hf_runs
+from tests.trainers.hf_runs import HALF, STEPS, model, on_cpu
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
+Restored = dict[Thing, bool]
+"""Of each thing that was looked at whether the run went on with it."""
+
+
+Change = Callable[[Path], object]
+
+
+def gone(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def zeroed(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size))
+
+
+def cut(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-100])
+
+
+def emptied(name: str) -> Change:
+    return lambda folder: (folder / name).write_bytes(b"")
+
+
+def agree(found: Forecast, seen: Restored | None) -> None:
+    """What is said and what was seen: None where the loader stopped with an error."""
+    (prospects,) = found.roles.values()
+    told = {one.thing: one.row.outcome for one in prospects}
+    assert found.stops == (seen is None), told
+    for thing, restored in (seen or {}).items():
+        assert (told[thing] is Outcome.RESTORED) == restored, (thing, told[thing])
+    if seen is not None:
+        assert found.resumes == all(seen.values())
+
+
+class Watched(transformers.Trainer):
+    """A Trainer that keeps what it had when it began to train."""
+
+    def __init__(self, saved: Path, **given: Any) -> None:
+        super().__init__(**given)
+        self.saved, self.seen = saved, Restored()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        torch.manual_seed(77)
+        super()._load_rng_state(checkpoint)
+        wanted = torch.load(self.saved / "rng_state.pth", weights_only=False)["cpu"]
+        self.seen[Thing.RNG] = torch.equal(torch.get_rng_state(), wanted)
+
+    def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if Thing.WEIGHTS not in self.seen:
+            self._look(model, inputs["input_ids"])
+        return super().training_step(model, inputs, *rest, **more)
+
+    def _look(self, trained: Any, words: torch.Tensor) -> None:
+        weights = load_file(self.saved / "model.safetensors")
+        params = dict(trained.named_parameters())
+        moments = torch.load(self.saved / "optimizer.pt", weights_only=True)["state"]
+        assert self.optimizer is not None
+        assert self.lr_scheduler is not None
+        live = self.optimizer.state_dict()["state"]
+        self.seen |= {
+            Thing.WEIGHTS: all(torch.equal(params[name], weights[name]) for name in params),
+            Thing.OPTIMIZER: len(live) == len(moments)
+            and all(torch.equal(live[at]["exp_avg"], one["exp_avg"]) for at, one in moments.items()),
+            Thing.SCHEDULER: self.lr_scheduler.state_dict()["last_epoch"] == HALF,
+            Thing.COUNTERS: self.state.global_step == HALF,
+            Thing.DATA: words.tolist() == third_batch(),
+        }
+
+
+_FIRST: list[list[list[int]]] = []
+
+
+def third_batch() -> list[list[int]]:
+    """What a run that was not interrupted trains on third."""
+    if not _FIRST:
+        before = hf_runs._batch
+        seen: list[list[list[int]]] = []
+
+        def watch(rows: Any) -> Any:
+            seen.append(before(rows)["input_ids"].tolist())
+            return before(rows)
+
+        trainer = _trainer(
+            GOLDENS / "checkpoint-2", Path("unused"), watch, save_strategy="no", cls=transformers.Trainer
+        )
+        trainer.train()
+        _FIRST.append(seen[HALF])
+    return _FIRST[0]
+
+
+def _trainer(saved: Path, out: Path, batch: Any = hf_runs._batch, cls: Any = Watched, **arguments: Any) -> Any:
+    wanted = transformers.TrainingArguments(
+        **{
+            "output_dir": str(out), "use_cpu": True, "per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2,
+            "weight_decay": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 1, "report_to": [], "seed": 3, "data_seed": 3,
+            "disable_tqdm": True, "dataloader_pin_memory": False, "save_strategy": "no", **arguments,
+        }
+    )  # fmt: skip
+    more = {} if cls is transformers.Trainer else {"saved": saved}
+    return cls(
+        model=model(9, tie_word_embeddings=True),
+        args=wanted,
+        train_dataset=hf_runs._data(),
+        data_collator=batch,
+        **more,
+    )
+
+
+TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
+    "whole": (lambda folder: None, {}),
+    "no optimizer.pt": (gone("optimizer.pt"), {}),
+    "no scheduler.pt": (gone("scheduler.pt"), {}),
+    "neither": (gone("optimizer.pt", "scheduler.pt"), {}),
+    "no random states": (gone("rng_state.pth"), {}),
+    "no counters": (gone("trainer_state.json"), {}),
+    "no weights": (gone("model.safetensors"), {}),
+    "optimizer.pt of zeros": (zeroed("optimizer.pt"), {}),
+    "optimizer.pt of zeros and no scheduler.pt": (lambda f: (zeroed("optimizer.pt")(f), gone("scheduler.pt")(f)), {}),
+    "scheduler.pt cut": (cut("scheduler.pt"), {}),
+    "random states empty": (emptied("rng_state.pth"), {}),
+    "weights of zeros": (zeroed("model.safetensors"), {}),
+    "counters cut": (cut("trainer_state.json"), {}),
+    "data begin again": (lambda folder: None, {"ignore_data_skip": True}),
+    "random states of two ranks": (lambda f: (f / "rng_state.pth").rename(f / "rng_state_0.pth"), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINER_CASES)
+def test_trainer(name: str, tmp_path: Path) -> None:
+    change, arguments = TRAINER_CASES[name]
+    saved, folder, config = GOLDENS / "checkpoint-2", tmp_path / "checkpoint-2", tmp_path / "args.json"
+    shutil.copytree(saved, folder)
+    change(folder)
+    config.write_text(json.dumps(arguments))
+    with on_cpu():
+        torch.manual_seed(1)
+        third_batch()
+        trainer = _trainer(saved, tmp_path / "out", **arguments)
+        try:
+            trainer.train(resume_from_checkpoint=str(folder))
+            seen: Restored | None = trainer.seen
+        except Exception:
+            seen = None
+    found = forecast(folder, loader_named("trl")[0], read_settings(config), world=1)
+    agree(found, seen)
+    if name == "whole":
+        assert found.resumes
+        assert seen is not None
+        assert len(seen) == 6
+
+
+def _accelerated(folder: Path, saved: Path) -> Restored | None:
+    from accelerate import Accelerator
+
+    weights, moments = load_file(saved / "model.safetensors"), torch.load(saved / "optimizer.bin", weights_only=False)
+    random = torch.load(saved / "random_states_0.pkl", weights_only=False)["torch_manual_seed"]
+    with on_cpu():
+        accelerator, trained = Accelerator(cpu=True), model(9, tie_word_embeddings=False)
+        optimizer = torch.optim.AdamW(hf_runs._groups(trained), lr=1e-2, betas=(0.9, 0.95))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        trained, optimizer, schedule = accelerator.prepare(trained, optimizer, schedule)
+        torch.manual_seed(77)
+        try:
+            accelerator.load_state(str(folder))
+        except Exception:
+            return None
+        live, params = optimizer.state_dict()["state"], dict(trained.named_parameters())
+        return {
+            Thing.WEIGHTS: all(torch.equal(params[name], weights[name]) for name in params),
+            Thing.OPTIMIZER: len(live) == len(moments["state"])
+            and all(torch.equal(live[at]["exp_avg"], one["exp_avg"]) for at, one in moments["state"].items()),
+            Thing.SCHEDULER: schedule.state_dict()["last_epoch"] == HALF,
+            Thing.RNG: torch.equal(torch.get_rng_state(), random),
+        }
+
+
+ACCELERATE_CASES: dict[str, Change] = {
+    "whole": lambda folder: None,
+    **{f"no {name}": gone(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
+    **{f"{name} of zeros": zeroed(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
+    "optimizer.bin cut": cut("optimizer.bin"),
+    "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCELERATE_CASES)
+def test_accelerate(name: str, tmp_path: Path) -> None:
+    saved, folder = GOLDENS / "step_2", tmp_path / "step_2"
+    shutil.copytree(saved, folder)
+    ACCELERATE_CASES[name](folder)
+    seen = _accelerated(folder, saved)
+    agree(forecast(folder, loader_named("accelerate")[0], Settings()), seen)
+    if name == "whole":
+        assert seen == dict.fromkeys((Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG), True)

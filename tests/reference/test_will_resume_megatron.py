@@ -1,0 +1,76 @@
+"""``will-resume --trainer megatron-lm`` says what Megatron-LM's own ``pretrain`` does with folders from which one thing was taken.
+
+Where it goes on is seen by its own log: the first iteration, whose loss is of the weights, and the one after, whose loss is of the
+optimizer, the rates and the data as well.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
+from tests.reference.test_pretrain import PRETRAIN, Scripts, Seen, scripts, whole
+
+__all__ = ["scripts", "whole"]  # fixtures of the module that pretrains
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+FROM = 4
+Change = Callable[[Path], object]
+
+
+def _gone(pattern: str) -> Change:
+    return lambda root: [path.unlink() for path in root.glob(pattern)]
+
+
+def _zeroed(pattern: str) -> Change:
+    return lambda root: [path.write_bytes(bytes(path.stat().st_size)) for path in root.glob(pattern)]
+
+
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "whole": (lambda root: None, []),
+    "no tracker": (_gone("latest_checkpointed_iteration.txt"), []),
+    "no distributed optimizer": (_gone("iter_*/*/distrib_optim.pt"), []),
+    "distributed optimizer of zeros": (_zeroed("iter_*/*/distrib_optim.pt"), []),
+    "model of zeros": (_zeroed("iter_*/*/model_optim_rng.pt"), []),
+    "no model": (_gone("iter_*/*/model_optim_rng.pt"), []),
+    "no_load_optim": (lambda root: None, ["--no-load-optim"]),
+    "finetune": (lambda root: None, ["--finetune"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_megatron(scripts: Scripts, whole: Seen, name: str, tmp_path: Path) -> None:
+    change, flags = CASES[name]
+    root, file = tmp_path / "theirs", tmp_path / "arguments.txt"
+    shutil.copytree(scripts.folder / "theirs", root)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(FROM))
+    change(root)
+    given = [*PRETRAIN, *flags]
+    file.write_text(" ".join(given))
+    found = forecast(root, loader_named("megatron-lm")[0], read_settings(file))
+    try:
+        seen = scripts.run("pretrain_gpt.py", [*given, "--load", str(root)])[0]
+    except (AssertionError, FileNotFoundError):  # it failed, or it exited with 0 and has trained nothing
+        assert found.stops, name
+        return
+    assert not found.stops
+    told = {one.thing: one.row.outcome for one in found.roles.get("", [])}
+    expected, first = whole[0], min(map(int, seen))
+    goes_on = first == FROM + 1
+    assert (told.get(Thing.COUNTERS) is Outcome.RESTORED) == goes_on
+    loss_of_weights = seen[str(first)][0] == expected[str(FROM + 1)][0]
+    if goes_on:
+        assert (told[Thing.WEIGHTS] is Outcome.RESTORED) == loss_of_weights
+        same = seen[str(FROM + 2)] == expected[str(FROM + 2)]
+        assert (told[Thing.OPTIMIZER] is Outcome.RESTORED) == same
+        assert found.resumes == same
+    else:
+        assert not found.resumes
+        assert (found.taken.folder is None) == (
+            seen["1"] == expected["1"]
+        )  # random weights of the same seed, or those of the file

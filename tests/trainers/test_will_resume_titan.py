@@ -1,0 +1,63 @@
+"""``will-resume --trainer torchtitan`` says what torchtitan's own manager does with folders from which one thing was taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
+from tests.trainers.test_torchtitan import GOLDEN, golden_goes_on, needs_torchtitan, titan
+from tests.trainers.titan_jobs import SAVED, resume_without
+
+__all__ = ["titan"]  # a fixture
+Change = Callable[[Path], object]
+
+
+def _zeroed(name: str) -> Change:
+    return lambda step: (step / name).write_bytes(bytes((step / name).stat().st_size))
+
+
+CASES: dict[str, tuple[Change, list[str]]] = {
+    "whole": (lambda step: None, []),
+    "no metadata": (lambda step: (step / ".metadata").unlink(), []),
+    "a rank's file gone": (lambda step: (step / "__1_0.distcp").unlink(), []),
+    "a rank's file of zeros": (_zeroed("__1_0.distcp"), []),
+    "metadata of zeros": (_zeroed(".metadata"), []),
+    **{
+        f"without {key}": (lambda step: None, [key])
+        for key in ("optimizer", "lr_scheduler", "dataloader", "train_state")
+    },
+}
+
+
+@needs_torchtitan
+@pytest.mark.parametrize("name", CASES)
+def test_torchtitan(titan: WorkerPool, name: str, tmp_path: Path) -> None:
+    change, excluded = CASES[name]
+    root, file = tmp_path / "checkpoint", tmp_path / "train.toml"
+    shutil.copytree(GOLDEN / "checkpoint", root)
+    change(root / "step-3")
+    file.write_text(f"[checkpoint]\nenable = true\nexclude_from_loading = {excluded}\n")
+    found = forecast(root, loader_named("torchtitan")[0], read_settings(file))
+    seen = titan.run(resume_without, str(tmp_path), excluded, world_size=2, timeout=100.0)[0]
+    assert found.stops == isinstance(seen, str), seen
+    assert (found.taken.folder is None) == (seen is None)
+    assert found.resumes == (name == "whole")
+    if isinstance(seen, tuple):
+        told = {one.thing: one.row.outcome for one in found.roles[""]}
+        step, ((loss, rate, batch), (later, *_)) = seen
+        (wanted, wanted_rate, wanted_batch), (wanted_later, *_) = golden_goes_on()
+        restored = {
+            Thing.COUNTERS: step == SAVED, Thing.WEIGHTS: loss == wanted, Thing.SCHEDULER: rate == wanted_rate,
+            Thing.DATA: batch == wanted_batch,
+        }  # fmt: skip
+        if restored[Thing.SCHEDULER]:
+            restored[Thing.OPTIMIZER] = later == wanted_later
+        for thing, is_restored in restored.items():
+            assert (told[thing] is Outcome.RESTORED) == is_restored, (thing, told[thing])

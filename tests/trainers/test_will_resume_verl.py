@@ -1,0 +1,66 @@
+"""``will-resume --trainer verl`` says what verl's own manager does with folders from which one thing was taken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
+from tests.trainers.test_verl import Lab, lab
+
+__all__ = ["lab"]  # a fixture
+Change = Callable[[Path], object]
+
+
+def _gone(pattern: str) -> Change:
+    return lambda actor: [path.unlink() for path in actor.glob(pattern)]
+
+
+def _zeroed(pattern: str) -> Change:
+    return lambda actor: [path.write_bytes(bytes(path.stat().st_size)) for path in actor.glob(pattern)]
+
+
+CASES: dict[str, tuple[Change, list[str] | None, int]] = {
+    "whole": (lambda actor: None, None, 2),
+    "a rank's optimizer gone": (_gone("optim_*_rank_1.pt"), None, 2),
+    "a rank's rest gone": (_gone("extra_state_*_rank_1.pt"), None, 2),
+    "a rank's model of zeros": (_zeroed("model_*_rank_0.pt"), None, 2),
+    "the optimizer not wanted": (lambda actor: None, ["model", "extra"], 2),
+    "the rest not wanted": (lambda actor: None, ["model", "optimizer"], 2),
+    "the optimizer gone and not wanted": (_gone("optim_*"), ["model", "extra"], 2),
+    "by one rank": (lambda actor: None, None, 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verl(lab: Lab, name: str, tmp_path: Path) -> None:
+    change, contents, world = CASES[name]
+    source, wanted = lab.trained("0.9.1")
+    step, file = tmp_path / "global_step_3", tmp_path / "config.yaml"
+    shutil.copytree(source, step / "actor")
+    (step / "data.pt").write_bytes((step / "actor" / "extra_state_world_size_2_rank_0.pt").read_bytes())
+    change(step / "actor")
+    checkpoint = {} if contents is None else {"load_contents": contents}
+    file.write_text(json.dumps({"actor_rollout_ref": {"actor": {"checkpoint": checkpoint}}}))
+    found = forecast(step, loader_named("verl")[0], read_settings(file), world)
+    told = {one.thing: one.row.outcome for one in found.roles["actor"]}
+    how = {} if contents is None else {"load_contents": contents}
+    try:
+        seen = lab.carry_out("0.9.1", world, [("load", step / "actor"), ("train", 2)], seed=9, **how)
+    except AssertionError:  # a rank failed
+        assert found.stops, told
+        return
+    assert not found.stops, told
+    first, second = zip(seen, wanted, strict=True)
+    assert (told[Thing.WEIGHTS] is Outcome.RESTORED) == (first[0]["loss"] == first[1]["loss"])
+    assert (told[Thing.RNG] is Outcome.RESTORED) == (first[0]["drawn"] == first[1]["drawn"])
+    assert (told[Thing.SCHEDULER] is Outcome.RESTORED) == (first[0]["lr"] == first[1]["lr"])
+    if told[Thing.SCHEDULER] is Outcome.RESTORED:
+        assert (told[Thing.OPTIMIZER] is Outcome.RESTORED) == (second[0]["loss"] == second[1]["loss"])
+    assert found.resumes == (name == "whole")
