@@ -1,4 +1,4 @@
-"""Rows 1, 2, 8, 10, 21, 25 and 26: saving and loading a live model through the manager, beside torch's own ways."""
+"""Rows 1, 2, 8, 10, 21 and 24 to 26: saving and loading a live model through the manager, beside torch's own ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import gc
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +159,55 @@ def row_10(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
     theirs = _dcp_stall(live, rounds)
     ours = contest.spread("stall", "wall").median
     yield Row(10, "the same ÷ stall of torch's DCP async_save (thread)", ours / theirs, "×", 1 / 3, 1 / 6)
+    shutil.rmtree(live.folder)
+
+
+def row_24(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    """A step of one thread's training beside a watcher that converts what has just been saved."""
+    live, threads = _live(folder, gigabytes, fsync=False), torch.get_num_threads()
+    some = torch.randn(512, 512)
+    root, out = live.folder / "run", live.folder / "out"
+    watch = [
+        sys.executable,
+        "-m",
+        "mcore_rlhf",
+        "watch",
+        root,
+        "--to",
+        "dcp",
+        "--into",
+        out,
+        "--keep-last",
+        "1",
+        "--once",
+    ]
+
+    def steps(goes_on: Callable[[], bool]) -> float:
+        """Seconds a step."""
+        count, started = 0, time.perf_counter()
+        while goes_on():
+            for _ in range(10):
+                some @ some
+            count += 1
+        return (time.perf_counter() - started) / count
+
+    torch.set_num_threads(1)
+    ratios: list[float] = []
+    try:
+        with live.manager(max_host_memory=64 * MIB) as manager:
+            for _ in range(rounds + 1):
+                live.save(manager, blocking=True)
+                end = time.perf_counter() + 5
+                alone = steps(lambda end=end: time.perf_counter() < end)  # type: ignore[misc]
+                with subprocess.Popen(watch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                    beside = steps(lambda process=process: process.poll() is None)  # type: ignore[misc]
+                assert process.returncode == 0
+                ratios.append(beside / alone)
+    finally:
+        torch.set_num_threads(threads)
+    spread = Spread(ratios[1:])
+    what = f"a training step of one thread beside a watcher that converts {gigabytes:g} GB ÷ alone"
+    yield Row(24, what, spread.median, "×", 1.05, 1.02, str(spread))
     shutil.rmtree(live.folder)
 
 

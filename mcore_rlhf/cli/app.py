@@ -384,71 +384,22 @@ def prune(
     short_help="Convert every newly committed step of a run.",
     params=[
         _ROOT,
-        o.Option(
-            "--into", help="Folder of the results, global_step_N each.", metavar="DIR", type=o.FOLDER, required=True
-        ),
-        o.Option(
-            "--every",
-            help="Seconds from one look to the next.",
-            metavar="S",
-            type=o.Real(0.1),
-            default=30.0,
-            show_default=True,
-        ),
-        o.Option(
-            "--settle",
-            help="Seconds for which a step without a manifest must stay as it is.",
-            metavar="S",
-            type=o.Real(0.0),
-            default=60.0,
-            show_default=True,
-        ),
-        o.Option("--keep-last", help="Keep the newest N results.", metavar="N", type=_AT_LEAST_1),
-        o.Option("--keep-every", help="Keep results of multiples of N.", metavar="N", type=_AT_LEAST_1),
-        o.Option(
-            "--run",
-            help="Run this on each result, without a shell: 'eval.sh {path} {step}'.",
-            metavar="COMMAND",
-            default="",
-        ),
-        o.Option(
-            "--run-timeout",
-            help="Seconds that it may take.",
-            metavar="S",
-            type=o.Real(0.1),
-            default=3600.0,
-            show_default=True,
-        ),
-        o.flag("--once", help="End when nothing is left to do."),
+        *o.options_of(o.WatchOptions),
         *(option for option in o.table("convert") if option.name not in _OF_THE_WATCHER),
         o.CONFIG,
         o.JSON_OPTION,
     ],
 )
-def watch(
-    root: Path,
-    into: Path,
-    every: float,
-    settle: float,
-    keep_last: int | None,
-    keep_every: int | None,
-    run: str,
-    run_timeout: float,
-    once: bool,
-    config: Path | None,
-    json: bool,
-    **given: Any,
-) -> None:
+def watch(root: Path, config: Path | None, json: bool, **given: Any) -> None:
     """Convert every newly committed step of a run, behind its training, into a folder of results.
 
     One at a time, the newest first, in a process of less priority; each is verified and appears whole. A watcher that was killed goes
     on where it was. It ends at SIGTERM.
     """
-    from .watching import Watching
-    from .watching import run as watch_run
+    from .watching import run
 
-    watching = Watching(into, every, settle, keep_last, keep_every, run, run_timeout, once)
-    code = watch_run(root, given, config, watching, json)
+    watching = o.taken(o.WatchOptions, given)
+    code = run(root, given, config, watching, json)
     if code:
         raise click.exceptions.Exit(code)
 

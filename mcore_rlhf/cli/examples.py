@@ -58,6 +58,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "mcore-rlhf prune runs/grpo/checkpoints --keep-last 3 --keep-best reward:max:2 --max-size 500GB",
         "mcore-rlhf prune runs/grpo/checkpoints --keep-every 100 --include-damaged --json",
     ),
+    "journal": (
+        "mcore-rlhf journal runs/grpo/checkpoints",
+        "mcore-rlhf journal runs/grpo/checkpoints --max-staleness 4",
+        "mcore-rlhf journal runs/grpo/checkpoints --json",
+    ),
     "watch": (
         "mcore-rlhf watch runs/grpo/checkpoints --to hf --into runs/grpo/hf --keep-last 3",
         "mcore-rlhf watch runs/grpo/checkpoints --to hf --role actor --into evals --run './eval.sh {path} {step}'",

@@ -317,6 +317,20 @@ _ABOVE_0 = {"type": Real(0.0, min_open=True)}
 
 
 @dataclass(frozen=True, slots=True)
+class WatchOptions:
+    """What ``watch`` is told besides what ``convert`` takes. See :class:`~mcore_rlhf.manager.watch.Watcher`."""
+
+    into: str = _own("DIR", "Folder of the results, global_step_N each.", type=_FOLDER_TEXT, required=True)
+    every: float = _own("S", "Seconds from one look to the next.", 30.0, type=Real(0.1))
+    settle: float = _own("S", "Seconds for which a step without a manifest must stay as it is.", 60.0, type=Real(0.0))
+    keep_last: int | None = _own("N", "Keep the newest N results.", **_POSITIVE)
+    keep_every: int | None = _own("N", "Keep results of multiples of N.", **_POSITIVE)
+    run: str = _own("COMMAND", "Run this on each result, without a shell: 'eval.sh {path} {step}'.", "")
+    run_timeout: float = _own("S", "Seconds that it may take.", 3600.0, type=Real(0.1))
+    once: bool = _own("", "End when nothing is left to do.", False)
+
+
+@dataclass(frozen=True, slots=True)
 class CostOptions:
     """What ``interval`` is told; None where nothing is said. See :class:`~mcore_rlhf.manager.run.interval.Costs`."""
 

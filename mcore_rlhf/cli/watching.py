@@ -10,8 +10,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict
+from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,9 @@ from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, KeepRule
 from mcore_rlhf.manager.watch import Watched, Watcher
 from mcore_rlhf.storage.urls import checkpoint_path
 
+from .options import WatchOptions
 from .output import plain, say
+from .steps import require_root
 
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
@@ -34,37 +37,13 @@ class _Ended(BaseException):
     """SIGTERM came."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watching:
-    """What the command line says of the watcher itself.
-
-    Args:
-        into: Where the results go.
-        every: Seconds from one look to the next.
-        settle: See :class:`~mcore_rlhf.manager.watch.Watcher`.
-        keep_last, keep_every: Which results are kept.
-        run: The command.
-        run_timeout: How long it may take.
-        once: Whether to end when nothing is left to do.
-    """
-
-    into: Path
-    every: float
-    settle: float
-    keep_last: int | None
-    keep_every: int | None
-    run: str
-    run_timeout: float
-    once: bool
-
-    @property
-    def keep(self) -> tuple[KeepRule, ...]:
-        """The rules on results."""
-        last = [KeepLast(self.keep_last)] if self.keep_last is not None else []
-        return (*last, *([KeepEvery(self.keep_every)] if self.keep_every is not None else []))
+def _rules(watching: WatchOptions) -> tuple[KeepRule, ...]:
+    """Which results are kept."""
+    last = [KeepLast(watching.keep_last)] if watching.keep_last is not None else []
+    return (*last, *([KeepEvery(watching.keep_every)] if watching.keep_every is not None else []))
 
 
-def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Watching, as_json: bool) -> int:
+def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: WatchOptions, as_json: bool) -> int:
     """Watch until a signal comes, or with ``--once`` until nothing is left to do.
 
     Args:
@@ -84,6 +63,8 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
 
     given = {name: value for name, value in given.items() if value not in (None, (), [])}
     source, out = checkpoint_path(root), checkpoint_path(watching.into)
+    if watching.once or source.exists():  # else it is a run that has yet to begin
+        require_root(root)
     if not isinstance(out, Path):
         raise UsageError(
             f"--into {out}: results are published by a rename, which an object store does not have\n"
@@ -106,7 +87,7 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
         _print(event, as_json)
 
     settle = 0.0 if watching.once else watching.settle
-    watcher = Watcher(source, out, convert, watching.keep, watching.run, watching.run_timeout, settle, tell)
+    watcher = Watcher(source, out, convert, _rules(watching), watching.run, watching.run_timeout, settle, tell)
     try:
         with _ending():
             while (worked := watcher.look()) or not watching.once:
@@ -184,9 +165,9 @@ def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> 
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher hears of it, and ends this process
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     try:
-        convert(make_job(given, config), True)
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what there is to say, the watcher says
+            convert(make_job(given, config), True)
     except click.exceptions.Exit:
         answer.send_bytes(b"what was written is not what was read: mcore-rlhf convert --verify says more")
     except CheckpointError as error:

@@ -260,6 +260,11 @@ def open_to_lock(path: Path) -> int:
     return _opened(path, os.O_RDWR)
 
 
+def open_there_to_lock(path: Path) -> int:
+    """A file that is there, to be locked; see :func:`open_to_lock`."""
+    return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def open_to_append(path: Path) -> int:
     """A file to be added to, made where there is none; see :func:`open_to_lock`."""
     return _opened(path, os.O_WRONLY | os.O_APPEND)

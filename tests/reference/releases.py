@@ -66,6 +66,7 @@ ROWS = {
     "test_rl_resume": Row("GRPO and PPO, saved and resumed"),
     "test_rl_training": Row("GRPO and PPO learn, on every layout"),
     "test_unchanged": Row("a conversion that changes nothing cannot be told from none", ("",)),
+    "test_torch_and_deepspeed": Row("a plain loop's `state.pt` becomes Megatron's and DeepSpeed's, and comes back"),
     "test_vocabulary": Row("padding of the vocabulary"),
 }  # fmt: skip
 """By the name of the file, every test that runs Megatron."""

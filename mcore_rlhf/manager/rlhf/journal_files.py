@@ -13,7 +13,7 @@ from pathlib import Path
 from ...errors import CheckpointError, Corrupt, LayoutMismatch, NotACheckpoint, Unreadable, Unsupported, shown
 from ...installation import to_upgrade
 from ...storage.appending import SUFFIX
-from ...storage.beneath import Beneath, make_folder, remove_beneath, write_new
+from ...storage.beneath import Beneath, make_folder, open_there_to_lock, remove_beneath, write_new
 from ...storage.framed import Frame, FrameReader
 from ...storage.paths import ReadablePath, cannot_open, storage_error
 from ...storage.publish import sync_folder
@@ -295,7 +295,7 @@ def _not_written(segment: Segment) -> Iterator[bool]:
         yield True
         return
     try:
-        fd = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = open_there_to_lock(segment.path)
     except OSError:
         yield False
         return

@@ -52,7 +52,7 @@ class Share(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Direct:
     """A share of which nothing changes while it is written: a live tensor in a blocking save, or a copy.
 
     Args:
@@ -128,7 +128,7 @@ class StepFile:
     @property
     def shares(self) -> Sequence[Share]:
         """What this rank puts into it."""
-        return [Held(segment) for segment in self.live.segments] if self.staged is None else self.staged
+        return [Direct(segment) for segment in self.live.segments] if self.staged is None else self.staged
 
 
 @dataclass(slots=True)
@@ -413,7 +413,7 @@ class HostStaging:
         for segment in segments:
             aside = self._buffer[at : at + segment.nbytes]
             aside.copy_(as_bytes(segment.tensor))
-            held[id(segment)] = Held(Segment(segment.label, segment.byte_offset, aside))
+            held[id(segment)] = Direct(Segment(segment.label, segment.byte_offset, aside))
             at += _padded(segment.nbytes)
         return held
 

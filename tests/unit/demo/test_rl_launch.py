@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,9 +19,8 @@ SHELL = sorted([*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch")])
 def test_the_shell_understands_it(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK)
-    assert (
-        "mcore-rlhf convert" if script.name.startswith("convert") else "-m mcore_rlhf.demo.train"
-    ) in script.read_text()
+    calls = {"convert": "mcore-rlhf convert", "watch": "mcore-rlhf watch"}
+    assert calls.get(re.split(r"[._]", script.name)[0], "-m mcore_rlhf.demo.train") in script.read_text()
     assert importlib.util.find_spec("mcore_rlhf.demo.train") is not None
 
 
