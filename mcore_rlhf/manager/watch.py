@@ -114,10 +114,15 @@ class Watcher:
                 raise UsageError(
                     f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
                 )
+        aside = self.out / ASIDE
+        if aside.is_symlink():
+            raise UsageError(
+                f"{aside}: is a symbolic link, which is not followed\nRemove it, or give another folder with --into."
+            )
         try:
-            make_folder(self.out / ASIDE)
+            make_folder(aside)
         except OSError as error:
-            raise storage_error(error, self.out / ASIDE, "create") from error
+            raise storage_error(error, aside, "create") from error
         try:
             self._lock = RootLock(self.out)
         except StorageError as error:
@@ -201,6 +206,7 @@ class Watcher:
         source, started = _identity(step), time.monotonic()
         aside = steps.step_folder(self.out / ASIDE, step.step)
         try:
+            self._refuse_others(step.step)
             self.convert(step.step, aside)
             now = next((one for one in self._found_again() if one.step == step.step), None)
             if now is None or _identity(now) != source:
@@ -226,15 +232,21 @@ class Watcher:
             raise StorageError(f"{self.root}: {error}") from error
 
     def _publish(self, aside: Path, number: int, source: str) -> Path:
+        """A kill in between leaves no result, and it is made again: what lies there without a note is somebody else's."""
         target = steps.step_folder(self.out, number)
         delete(target)  # a result of what the step was before
+        self._note(_Note(number, source, ran=not self.command))
         try:
             move(aside, target)
         except OSError as error:
             raise storage_error(error, target, "publish") from error
         sync_folder(self.out)
-        self._note(_Note(number, source, ran=not self.command))
         return target
+
+    def _refuse_others(self, number: int) -> None:
+        target = steps.step_folder(self.out, number)
+        if os.path.lexists(target) and self._store.said(_Note, _name(number)) is None:
+            raise StorageError(f"{target}: lies there already, and no watcher made it: it stays as it is")
 
     def _failed(self, step: Step, source: str, error: CheckpointError) -> None:
         before = self._failures.get(step.step)

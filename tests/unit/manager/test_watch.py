@@ -232,3 +232,43 @@ def test_a_command_that_a_kill_prevented_runs_later(runs: Runs) -> None:
 def test_quarantined_steps_are_left_alone(runs: Runs) -> None:
     steps.quarantine(runs.root / "global_step_3", "reward collapsed")
     assert runs.all() == ["converted 2", "converted 1"]
+
+
+def test_what_it_did_not_make_stays(runs: Runs) -> None:
+    """Its target may be a run's root, whose steps are no results."""
+    make_step(runs.out, 3, nbytes=7)
+    before = (runs.out / "global_step_3" / "manifest.json").read_bytes()
+    assert runs.all(keep=(KeepLast(1),))[-1] == "failed 3"
+    assert runs.made == []
+    assert "no watcher made it" in runs.events[-1].text
+    assert (runs.out / "global_step_3" / "manifest.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("at", ["delete", "_note", "move", "sync"])
+def test_a_kill_while_it_publishes(runs: Runs, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    runs.all()
+    runs.replace(3)
+
+    def kill(*given: object) -> None:
+        raise Killed
+
+    owner, name = (Watcher, "_note") if at == "_note" else (watch, "sync_folder" if at == "sync" else at)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, kill)
+        with pytest.raises(Killed):
+            runs.all()
+    runs.all()
+    assert runs.results() == [1, 2, 3]
+    now, then = (steps.read_manifest(folder / "global_step_3").transaction for folder in (runs.root, runs.out))
+    assert now == then
+
+
+def test_a_link_aside_is_not_followed(runs: Runs) -> None:
+    (runs.folder / "elsewhere").mkdir()
+    runs.out.mkdir()
+    (runs.out / ".watch").symlink_to(runs.folder / "elsewhere")
+    with pytest.raises(UsageError, match="is a symbolic link"):
+        runs.watcher()
