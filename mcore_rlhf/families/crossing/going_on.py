@@ -18,7 +18,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
 
-from .schedule import PER_GROUP
+from .schedule import LAMBDAS, PER_GROUP
 from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
@@ -150,6 +150,9 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
         return own
     rates, count = [group.fields.get("lr") for group in groups], scheduled_groups(run) or 1
     if own is not None and own.keys() >= run.keys():
+        lambdas, theirs = own.get(LAMBDAS), run.get(LAMBDAS)
+        if isinstance(lambdas, list) and isinstance(theirs, list) and not any(lambdas):
+            own = {**own, LAMBDAS: theirs[:1] * len(lambdas)}  # functions have no state: None, or {}, as the run has it
         had = own.get(BASE_LRS)
         if (
             isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)

@@ -14,10 +14,10 @@ from typing import cast
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
 
-_LAST, _INNER, _LAMBDAS = "_last_lr", "_schedulers", "lr_lambdas"
+_LAST, _INNER, LAMBDAS = "_last_lr", "_schedulers", "lr_lambdas"
 _OF_ALL = {BASE_LRS, _LAST, "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step"}
 """What every scheduler of torch's keeps, and a LambdaLR nothing else but what its functions say of themselves."""
-PER_GROUP = (BASE_LRS, _LAST, _LAMBDAS, "max_lrs", "min_lrs")
+PER_GROUP = (BASE_LRS, _LAST, LAMBDAS, "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 
 
@@ -64,7 +64,7 @@ def with_lambdas(source: Source) -> Source:
     """
     scheduler = source.state.scheduler or {}
     count = len(cast(list[object], scheduler[BASE_LRS]))
-    return replace(source, state=replace(source.state, scheduler={**scheduler, _LAMBDAS: [None] * count}))
+    return replace(source, state=replace(source.state, scheduler={**scheduler, LAMBDAS: [None] * count}))
 
 
 def _owners(scheduler: Mapping[str, object], base: Sequence[object], groups: Sequence[ParamGroup]) -> list[int] | None:
