@@ -31,6 +31,8 @@ _NICE = 10
 _PR_SET_PDEATHSIG = 1
 """Linux, ``prctl(2)``: the signal that a process gets when its parent is gone."""
 _GRACE_S = 10.0
+_OF_STORAGE = "\0"
+"""What a child's word begins with where a disk or a store failed: that may pass."""
 
 
 class _Ended(BaseException):
@@ -146,11 +148,11 @@ def _in_a_child(given: dict[str, Any], config: Path | None) -> None:
             child.kill()
             child.join()
     if told is None:
-        raise StorageError(
+        raise CheckpointError(
             f"the conversion ended with {child.exitcode}, and said nothing: was it killed, or out of memory?"
         )
     if told:
-        raise StorageError(told)
+        raise (StorageError if told.startswith(_OF_STORAGE) else CheckpointError)(told.removeprefix(_OF_STORAGE))
 
 
 def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> None:
@@ -171,7 +173,7 @@ def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> 
     except click.exceptions.Exit:
         answer.send_bytes(b"what was written is not what was read: mcore-rlhf convert --verify says more")
     except CheckpointError as error:
-        answer.send_bytes(headline(str(error)).encode())
+        answer.send_bytes(f"{_OF_STORAGE if isinstance(error, StorageError) else ''}{headline(str(error))}".encode())
     except MemoryError:
         answer.send_bytes(b"there is not enough memory: give less with --max-memory, and fewer --workers")
     else:

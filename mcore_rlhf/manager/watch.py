@@ -22,7 +22,7 @@ from mcore_rlhf.storage.paths import ReadablePath, storage_error
 from mcore_rlhf.storage.publish import sync_folder
 
 from .run import steps
-from .run.retention import KeepRule, delete, remove_folder
+from .run.retention import KeepRule, clean_up, delete, remove_folder
 from .run.root import RootLock
 from .run.steps import Step
 from .runs import listed_steps
@@ -31,6 +31,7 @@ ASIDE = ".watch"
 """Where results are made, and what is known of them: a folder of the target."""
 _TRIES = 3
 """How often a step is tried that cannot be converted, before only a change of it gives it another chance."""
+_LONGEST_PAUSE_S = 600.0
 _GRACE_S = 5.0
 
 Kind = Literal["converted", "failed", "skipped", "retired", "ran", "waiting"]
@@ -75,6 +76,7 @@ class _Failure:
     source: str
     tries: int
     again_at: float
+    lasting: bool
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Watcher:
     _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
     _away: bool = False
+    _top: int | None = None
 
     def __post_init__(self) -> None:
         _words(self.command)
@@ -127,6 +130,9 @@ class Watcher:
             self._lock = RootLock(self.out)
         except StorageError as error:
             raise StorageError(f"{self.out}: another watcher, or a run, writes here\n{headline(str(error))}") from error
+        clean_up(aside, alone=True)
+        for left in [*aside.glob("global_step_*"), *aside.glob("old-*")]:  # of one that was killed
+            remove_folder(left)
 
     def close(self) -> None:
         """Let others have the target."""
@@ -151,10 +157,6 @@ class Watcher:
         self._make(wanted[0])
         self._retire()
         return True
-
-    def waiting(self) -> list[int]:
-        """Steps that are there, and have failed, or have to stay as they are for a while before they count."""
-        return sorted({*self._failures, *self._seen})
 
     def _found(self) -> list[Step]:
         try:
@@ -190,6 +192,7 @@ class Watcher:
             or note.source != _identity(step)
             or not steps.step_folder(self.out, number).is_dir()
         }
+        self._top = max(found, default=self._top)
         kept = self._kept({*done, *open_})
         for number in sorted(open_.keys() - kept):
             self._skip(number)
@@ -199,7 +202,7 @@ class Watcher:
         failure = self._failures.get(step.step)
         if failure is None or failure.source != _identity(step):
             return True
-        return failure.tries < _TRIES and time.monotonic() >= failure.again_at
+        return (failure.tries < _TRIES or not failure.lasting) and time.monotonic() >= failure.again_at
 
     def _make(self, step: Step) -> None:
         """Convert aside, see that the step is still the same, publish."""
@@ -233,27 +236,36 @@ class Watcher:
 
     def _publish(self, aside: Path, number: int, source: str) -> Path:
         """A kill in between leaves no result, and it is made again: what lies there without a note is somebody else's."""
-        target = steps.step_folder(self.out, number)
-        delete(target)  # a result of what the step was before
-        self._note(_Note(number, source, ran=not self.command))
+        target, old = steps.step_folder(self.out, number), self.out / ASIDE / f"old-{number}"
+        before, there = self._store.said(_Note, _name(number)), os.path.lexists(target)
+        remove_folder(old)
         try:
+            if there:  # a result of what the step was before
+                move(target, old)
+            self._note(_Note(number, source, ran=not self.command))
             move(aside, target)
         except OSError as error:
+            if there and not os.path.lexists(target) and before is not None:
+                self._note(before)
+                move(old, target)
             raise storage_error(error, target, "publish") from error
         sync_folder(self.out)
+        remove_folder(old)
         return target
 
     def _refuse_others(self, number: int) -> None:
         target = steps.step_folder(self.out, number)
         if os.path.lexists(target) and self._store.said(_Note, _name(number)) is None:
-            raise StorageError(f"{target}: lies there already, and no watcher made it: it stays as it is")
+            raise UsageError(f"{target}: lies there already, and no watcher made it: it stays as it is")
 
     def _failed(self, step: Step, source: str, error: CheckpointError) -> None:
         before = self._failures.get(step.step)
         tries = before.tries + 1 if before is not None and before.source == source else 1
-        pause = 2.0 ** (tries - 1) * max(1.0, self.settle)
-        self._failures[step.step] = _Failure(source, tries, time.monotonic() + pause)
-        further = f"it is tried again in {pause:g} s" if tries < _TRIES else "it is tried again when it changes"
+        lasting = not isinstance(error, StorageError)  # a disk that is full now may not be later
+        pause = min(2.0 ** min(tries - 1, 20) * max(1.0, self.settle), _LONGEST_PAUSE_S)
+        self._failures[step.step] = _Failure(source, tries, time.monotonic() + pause, lasting)
+        again = tries < _TRIES or not lasting
+        further = f"it is tried again in {pause:g} s" if again else "it is tried again when it changes"
         self.say(Watched("failed", step.step, f"step {step.step}: {headline(str(error))}; {further}"))
 
     def _run(self, note: _Note) -> None:
@@ -282,10 +294,14 @@ class Watcher:
                 self.say(Watched("retired", number, f"{folder} is no longer wanted", path=str(folder)))
 
     def _kept(self, numbers: Collection[int]) -> set[int]:
-        if not self.keep or not numbers:
+        """Those that a rule wants. Results of steps that the run has gone back behind are not counted, and stay."""
+        behind = {number for number in numbers if self._top is not None and number > self._top}
+        found = [
+            Step(number, steps.step_folder(self.out, number), "committed") for number in sorted({*numbers} - behind)
+        ]
+        if not self.keep or not found:
             return set(numbers)
-        found = [Step(number, steps.step_folder(self.out, number), "committed") for number in sorted(numbers)]
-        return {max(numbers)}.union(*(rule.wants(found) for rule in self.keep))
+        return behind.union({found[-1].step}, *(rule.wants(found) for rule in self.keep))
 
     @property
     def _store(self) -> FolderNotes:
@@ -323,9 +339,12 @@ def _words(command: str) -> list[str]:
         UsageError: It is none.
     """
     try:
-        return shlex.split(command)
+        words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"--run: {command}: is no command line: {error}") from None
+    if command and not (words and words[0]):
+        raise UsageError(f"--run: {command!r}: names no program")
+    return words
 
 
 def _filled(word: str, path: Path, step: int) -> str:

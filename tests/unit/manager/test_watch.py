@@ -244,7 +244,7 @@ def test_what_it_did_not_make_stays(runs: Runs) -> None:
     assert (runs.out / "global_step_3" / "manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("at", ["delete", "_note", "move", "sync"])
+@pytest.mark.parametrize("at", ["_note", "move", "sync"])
 def test_a_kill_while_it_publishes(runs: Runs, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -272,3 +272,66 @@ def test_a_link_aside_is_not_followed(runs: Runs) -> None:
     (runs.out / ".watch").symlink_to(runs.folder / "elsewhere")
     with pytest.raises(UsageError, match="is a symbolic link"):
         runs.watcher()
+
+
+def test_a_full_disk_is_tried_again_for_ever(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+
+    def full(step: int) -> None:
+        raise StorageError("No space left on device")
+
+    runs.meanwhile = full
+    watcher = runs.watcher()
+    for _ in range(40):
+        watcher.look()
+        now[0] += 700
+    assert len(runs.made) > 9
+    runs.meanwhile = lambda step: None
+    while watcher.look():
+        pass
+    assert runs.results() == [1, 2, 3]
+    watcher.close()
+
+
+def test_a_run_that_went_back_is_followed(runs: Runs) -> None:
+    for step in (9, 10):
+        make_step(runs.root, step)
+    runs.all(keep=(KeepLast(2),))
+    for step in (9, 10):
+        delete(runs.root / f"global_step_{step}")
+    make_step(runs.root, 4)
+    assert runs.all(keep=(KeepLast(2),))[:2] == ["skipped 1", "skipped 2"]
+    assert runs.results() == [3, 4, 9, 10]
+    assert runs.all(keep=(KeepLast(2),)) == ["skipped 1", "skipped 2"]
+
+
+def test_what_a_killed_conversion_left_goes(runs: Runs) -> None:
+    (runs.out / ".watch" / "global_step_7").mkdir(parents=True)
+    runs.all()
+    assert not (runs.out / ".watch" / "global_step_7").exists()
+
+
+def test_no_result_is_lost_where_the_next_cannot_be_published(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.all()
+    before = (runs.out / "global_step_3" / "manifest.json").read_bytes()
+    runs.replace(3)
+    real, moves = watch.move, list[Path]()
+
+    def fail(path: Path, to: Path) -> None:
+        moves.append(to)
+        if len(moves) == 2:
+            raise OSError(28, "No space left on device")
+        real(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(watch, "move", fail)
+        assert runs.all() == ["failed 3"]
+    assert (runs.out / "global_step_3" / "manifest.json").read_bytes() == before
+    assert runs.all() == ["converted 3"]
+
+
+@pytest.mark.parametrize("command", [" ", "''"])
+def test_a_command_without_a_program_is_refused(runs: Runs, command: str) -> None:
+    with pytest.raises(UsageError, match="names no program"):
+        runs.watcher(command=command)
