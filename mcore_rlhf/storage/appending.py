@@ -25,7 +25,7 @@ from typing import Literal
 from ..errors import StorageError, UsageError, headline, log_of
 from .beneath import Beneath, remove
 from .framed import MAX_PAYLOAD, OVERHEAD, frame_head
-from .paths import human, storage_error
+from .paths import human, storage_error, write_all
 from .publish import sync_folder
 from .waiting import waiting_for
 
@@ -426,17 +426,12 @@ class _Segment:
             pieces.append(frame_head(self.number, record))
             self.number, self.nbytes = self.number + 1, self.nbytes + OVERHEAD + len(record)
             if len(record) >= _LARGE_NBYTES:
-                self._write(b"".join(pieces))
-                self._write(record)
+                write_all(self.fd, b"".join(pieces))
+                write_all(self.fd, record)
                 pieces = []
             else:
                 pieces.append(record)
-        self._write(b"".join(pieces))
-
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.fd, view) :]
+        write_all(self.fd, b"".join(pieces))
 
     def sync(self, ending: bool = False) -> None:
         """Confirm what was written.

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from . import reading
 from .beneath import open_to_lock, remove, write_new, write_over
 from .framed import Frame, FrameReader, frame_head
-from .paths import cannot_open, storage_error
+from .paths import cannot_open, storage_error, write_all
 from .records import parsed, text_of
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class FileNotes(Notes):
         try:
             with self._lock:
                 self.open()
-                self._write(memoryview(frame_head(self._number, note) + note))
+                self._write(frame_head(self._number, note) + note)
                 self._number += 1
         except OSError as error:
             raise storage_error(error, self.path, "write") from error
@@ -192,9 +192,8 @@ class FileNotes(Notes):
             os.ftruncate(self._fd, good)
             os.lseek(self._fd, 0, os.SEEK_END)
 
-    def _write(self, frame: memoryview) -> None:
-        while frame:
-            frame = frame[os.write(self._fd, frame) :]
+    def _write(self, frame: bytes) -> None:
+        write_all(self._fd, frame)
         # A kill loses nothing, a reboot what is younger than that.
         if self.durable and time.monotonic() >= self._synced + _SYNC_S:
             os.fsync(self._fd)

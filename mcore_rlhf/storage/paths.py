@@ -370,6 +370,13 @@ def parse_size(text: str) -> int:
     return int(float(number) * base ** _POWERS[power.upper()])
 
 
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes where a file stands; see :func:`pwrite_all`."""
+    view = memoryview(data)
+    while len(view):
+        view = view[os.write(fd, view) :]
+
+
 def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
     """Write all bytes at an offset; the system may take them in parts.
 
