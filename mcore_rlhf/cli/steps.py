@@ -192,6 +192,12 @@ def _step_row(step: Step, mirror: MirrorStatus | None) -> tuple[str, ...]:
     )
 
 
+def rules_of(keep_last: int | None, keep_every: int | None) -> list[KeepRule]:
+    """The rules of ``--keep-last`` and ``--keep-every``."""
+    last: list[KeepRule] = [KeepLast(keep_last)] if keep_last is not None else []
+    return [*last, *([KeepEvery(keep_every)] if keep_every is not None else [])]
+
+
 def retention_of(
     keep_last: int | None, keep_every: int | None, keep_best: Sequence[str], max_size: str | None
 ) -> Retention:
@@ -200,9 +206,7 @@ def retention_of(
     Raises:
         UsageError: They say nothing, or cannot be understood.
     """
-    keep: list[KeepRule] = [_best(text) for text in keep_best]
-    keep += [KeepLast(keep_last)] if keep_last is not None else []
-    keep += [KeepEvery(keep_every)] if keep_every is not None else []
+    keep = [*map(_best, keep_best), *rules_of(keep_last, keep_every)]
     if not keep and max_size is None:
         raise UsageError("nothing says what to keep\nGive --keep-last, --keep-every, --keep-best or --max-size.")
     try:

@@ -19,13 +19,12 @@ from types import FrameType
 from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, StorageError, UsageError, headline
-from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, KeepRule
 from mcore_rlhf.manager.watch import Watched, Watcher
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .options import WatchOptions
 from .output import plain, say
-from .steps import require_root
+from .steps import require_root, rules_of
 
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
@@ -37,12 +36,6 @@ _OF_STORAGE = "\0"
 
 class _Ended(BaseException):
     """SIGTERM came."""
-
-
-def _rules(watching: WatchOptions) -> tuple[KeepRule, ...]:
-    """Which results are kept."""
-    last = [KeepLast(watching.keep_last)] if watching.keep_last is not None else []
-    return (*last, *([KeepEvery(watching.keep_every)] if watching.keep_every is not None else []))
 
 
 def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: WatchOptions, as_json: bool) -> int:
@@ -88,8 +81,8 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
             (failed.add if event.kind == "failed" else failed.discard)(event.step)
         _print(event, as_json)
 
-    settle = 0.0 if watching.once else watching.settle
-    watcher = Watcher(source, out, convert, _rules(watching), watching.run, watching.run_timeout, settle, tell)
+    settle, keep = 0.0 if watching.once else watching.settle, rules_of(watching.keep_last, watching.keep_every)
+    watcher = Watcher(source, out, convert, tuple(keep), watching.run, watching.run_timeout, settle, tell)
     try:
         with _ending():
             while (worked := watcher.look()) or not watching.once:

@@ -160,10 +160,8 @@ class Watcher:
 
     def _found(self) -> list[Step]:
         try:
-            if not self.root.is_dir():
-                raise StorageError(f"{self.root}: is not there")
-            found = listed_steps(self.root)
-        except (CheckpointError, OSError) as error:  # a run that begins, or a file system that is away
+            found = self._listed()
+        except CheckpointError as error:  # a run that begins, or a file system that is away
             if not self._away:
                 self.say(Watched("waiting", None, f"{headline(str(error))}; it is looked for again"))
             self._away = True
@@ -211,7 +209,7 @@ class Watcher:
         try:
             self._refuse_others(step.step)
             self.convert(step.step, aside)
-            now = next((one for one in self._found_again() if one.step == step.step), None)
+            now = next((one for one in self._listed() if one.step == step.step), None)
             if now is None or _identity(now) != source:
                 remove_folder(aside)
                 raise StorageError(
@@ -228,8 +226,15 @@ class Watcher:
         if self.command:
             self._run(_Note(step.step, source))
 
-    def _found_again(self) -> list[Step]:
+    def _listed(self) -> list[Step]:
+        """What lies in the root.
+
+        Raises:
+            CheckpointError: It is not there, or cannot be listed.
+        """
         try:
+            if not self.root.is_dir():
+                raise StorageError(f"{self.root}: is not there")
             return listed_steps(self.root)
         except OSError as error:
             raise StorageError(f"{self.root}: {error}") from error

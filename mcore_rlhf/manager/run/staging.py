@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -28,67 +29,12 @@ _ALIGNMENT = 64
 _LOOK_S = 0.25
 
 
-class Share(Protocol):
-    """Bytes that this rank puts into a record of a file; see :class:`~mcore_rlhf.engines.base.Segment`."""
-
-    @property
-    def label(self) -> str:
-        """What all contributors call the record."""
-        ...
-
-    @property
-    def byte_offset(self) -> int:
-        """Where they go, from the record's own start."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """How many they are."""
-        ...
-
-    def windows(self) -> Iterator[memoryview]:
-        """They, one after the other; each is good until the next one is asked for."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Direct:
-    """A share of which nothing changes while it is written: a live tensor in a blocking save, or a copy.
-
-    Args:
-        segment: It.
-    """
-
-    segment: Segment
-
-    @property
-    def label(self) -> str:
-        """See :class:`Share`."""
-        return self.segment.label
-
-    @property
-    def byte_offset(self) -> int:
-        """See :class:`Share`."""
-        return self.segment.byte_offset
-
-    @property
-    def nbytes(self) -> int:
-        """See :class:`Share`."""
-        return self.segment.nbytes
-
-    def windows(self) -> Iterator[memoryview]:
-        """See :class:`Share`; those of a GPU come over one at a time."""
-        flat = as_bytes(self.segment.tensor)
-        for start in range(0, flat.numel(), WINDOW_BYTES):
-            yield flat[start : start + WINDOW_BYTES].cpu().numpy().data
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """A share that a stream brings.
+    """What a stream brings of a :class:`~mcore_rlhf.engines.base.Segment`.
 
     Args:
-        label: See :class:`Share`.
+        label: See there.
         byte_offset: See there.
         nbytes: See there.
         start: Where it begins in the stream.
@@ -101,9 +47,20 @@ class Staged:
     start: int
     stream: Stream
 
-    def windows(self) -> Iterator[memoryview]:
-        """See :class:`Share`."""
-        return self.stream.read(self.start, self.nbytes)
+
+Share: TypeAlias = "Segment | Staged"
+"""What a rank puts into a record: a segment that nothing changes while it is written (in a blocking save, or a copy), or what a stream
+brings of one."""
+
+
+def windows(share: Share) -> Iterator[memoryview]:
+    """The bytes of a share, one window after the other; each is good until the next one is asked for."""
+    if isinstance(share, Staged):
+        yield from share.stream.read(share.start, share.nbytes)
+        return
+    flat = as_bytes(share.tensor)
+    for start in range(0, flat.numel(), WINDOW_BYTES):
+        yield flat[start : start + WINDOW_BYTES].cpu().numpy().data  # those of a GPU come over one at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,15 +85,7 @@ class StepFile:
     @property
     def shares(self) -> Sequence[Share]:
         """What this rank puts into it."""
-        return [Direct(segment) for segment in self.live.segments] if self.staged is None else self.staged
-
-
-@dataclass(slots=True)
-class _Source:
-    """Bytes to be copied; the tensor is let go when they are."""
-
-    start: int
-    tensor: torch.Tensor | None
+        return self.live.segments if self.staged is None else self.staged
 
 
 class Stream:
@@ -159,7 +108,7 @@ class Stream:
         changed: Callable[[], CheckpointError | None] = lambda: None,
     ) -> None:
         self._room, self._side = room, side or {}
-        self._sources = [_Source(start, tensor) for start, tensor in sources]
+        self._sources = deque(sources)
         self.nbytes = max((start + tensor.numel() for start, tensor in sources), default=0)
         self.copied = 0
         """How far it has come; on a GPU, how much is queued."""
@@ -194,12 +143,13 @@ class Stream:
         Args:
             piece: At most so many bytes at a time; None for as many as there are in one place.
         """
+        still_read = []  # by a GPU: who lets it go lets others have its memory
         try:
-            for source in self._sources:
-                assert source.tensor is not None
-                self._copy(source.start, source.tensor, piece)
-                if not source.tensor.is_cuda:  # a GPU still reads it: who lets it go lets others have its memory
-                    source.tensor = None
+            while self._sources:
+                start, source = self._sources.popleft()
+                self._copy(start, source, piece)
+                if source.is_cuda:
+                    still_read.append(source)
             with self._news:
                 self._queued = True
                 self._news.notify_all()
@@ -210,7 +160,8 @@ class Stream:
             self._fail(error)
         finally:
             with self._news:
-                self._sources, self._queued = [], True
+                self._queued = True
+                self._sources.clear()
                 self._ended.set()
                 self._news.notify_all()
 
@@ -413,7 +364,7 @@ class HostStaging:
         for segment in segments:
             aside = self._buffer[at : at + segment.nbytes]
             aside.copy_(as_bytes(segment.tensor))
-            held[id(segment)] = Direct(Segment(segment.label, segment.byte_offset, aside))
+            held[id(segment)] = Segment(segment.label, segment.byte_offset, aside)
             at += _padded(segment.nbytes)
         return held
 

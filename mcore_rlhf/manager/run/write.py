@@ -25,7 +25,7 @@ from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 
 from .commit import Messages
 from .progress import Progress
-from .staging import Share, StepFile
+from .staging import Share, StepFile, windows
 
 
 class WrittenPiece(NamedTuple):
@@ -164,7 +164,7 @@ class RankWriter:
 
     def _put(self, share: Share, put: Callable[[str, int, memoryview], None]) -> WrittenPiece:
         total, at = 0, 0
-        for window in share.windows():
+        for window in windows(share):
             crc = crc32(window)
             put(share.label, share.byte_offset + at, window)
             total = combine(total, crc, len(window)) if at else crc
