@@ -22,7 +22,7 @@ from mcore_rlhf.storage.paths import ReadablePath, storage_error
 from mcore_rlhf.storage.publish import sync_folder
 
 from .run import steps
-from .run.retention import KeepRule, clean_up, delete, remove_folder
+from .run.retention import KeepRule, clean_up, remove_folder
 from .run.root import RootLock
 from .run.steps import Step
 from .runs import listed_steps
@@ -290,7 +290,7 @@ class Watcher:
         for number in sorted(there - self._kept(there)):
             folder = steps.step_folder(self.out, number)
             try:
-                delete(folder)
+                remove_folder(folder)  # alone: exports beside it are of a run, and no watcher's
                 self._store.remove(_name(number))
             except CheckpointError as error:
                 self.say(Watched("failed", number, f"{headline(str(error))}; it stays"))
@@ -315,7 +315,7 @@ class Watcher:
     def _notes(self) -> Iterator[_Note]:
         for name in self._store.list("step-*.json"):
             note = self._store.said(_Note, name)
-            if note is not None and name == _name(note.step):
+            if note is not None and note.step >= 0 and name == _name(note.step):
                 yield note
 
     def _note(self, note: _Note) -> None:

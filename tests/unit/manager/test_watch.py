@@ -335,3 +335,17 @@ def test_no_result_is_lost_where_the_next_cannot_be_published(runs: Runs, monkey
 def test_a_command_without_a_program_is_refused(runs: Runs, command: str) -> None:
     with pytest.raises(UsageError, match="names no program"):
         runs.watcher(command=command)
+
+
+def test_only_results_are_retired(runs: Runs) -> None:
+    """What lies beside them by the name of a step is somebody else's; a note that names no step is none."""
+    beside = runs.out / "exports" / "global_step_1" / "hf"
+    runs.all()
+    beside.mkdir(parents=True)
+    (runs.out / "global_step_-5").mkdir()
+    (runs.out / ".watch" / "step--5.json").write_text('{"step": -5, "source": "x"}')
+    assert [one for one in runs.all(keep=(KeepLast(2),)) if one.startswith("retired")] == []
+    make_step(runs.root, 4)
+    assert "retired 1" in runs.all(keep=(KeepLast(2),))
+    assert beside.is_dir()
+    assert (runs.out / "global_step_-5").is_dir()
