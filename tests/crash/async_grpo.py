@@ -189,7 +189,8 @@ class Trainer:
             manager.save(self.state.iteration)
 
     def _is_over(self) -> bool:
-        whole = self.sampler.num_consumed % PROMPTS == 0 and not self.groups
+        """At the end of an epoch. As many prompts as it has may have been trained on before: one of the next, and not all of this."""
+        whole = self.sampler.num_consumed % PROMPTS == 0 and not self.sampler.in_flight()
         return whole and self.sampler.num_consumed > 0 and (self.folder / "stop").exists()
 
     def _fill(self) -> None:

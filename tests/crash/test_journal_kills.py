@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mcore_rlhf import JournalWriter, Rollout, RolloutJournal
+from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.appending import Pace
 from tests.crash.async_grpo import GROUP, PROMPTS, expected, forked
@@ -39,7 +40,7 @@ def judge(folder: Path) -> int:
     assert newest is not None
     extra = json.loads((newest.path / "rlhf" / "rlhf_state.json").read_bytes())["extra"]
     epochs, rest = divmod(extra["samples"], PROMPTS * GROUP)
-    assert not rest, "the run stops at the end of an epoch"
+    assert (rest, Consumed.by(newest.path).pending) == (0, {}), "the run stops at the end of an epoch"
     assert extra["digest"] == expected(epochs), "a sample was skipped, trained on twice, or is not what it was"
     return epochs
 
