@@ -93,15 +93,19 @@ class Beneath:
     def fill(self, name: str) -> int:
         """Open a file that is there already, made by this user's other process, to be written into.
 
-        Args:
-            name: Its path.
-
         Raises:
-            Untrusted: It is not a canonical path.
-            OSError: It cannot be opened.
+            Untrusted: The name is not a canonical path.
+            OSError: It cannot be opened, or a link stands there or above it.
         """
+        return self._there(name, os.O_WRONLY)
+
+    def look(self, name: str) -> int:
+        """Open a file to be read; see :meth:`fill`."""
+        return self._there(name, os.O_RDONLY | os.O_NONBLOCK)
+
+    def _there(self, name: str, flags: int) -> int:
         with self._above(name) as (folder, last):
-            return os.open(last, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
     def make(self, name: str) -> None:
         """Make a folder, and those above it; one that is there is good.
@@ -112,17 +116,26 @@ class Beneath:
         """
         os.close(_folder(self._fd, canonical(name, self.root).split("/"), make=True))
 
-    def link(self, source: Path, name: str) -> None:
+    def link(self, source: Path, name: str, seen: int | None = None) -> None:
         """Give a file, which may be no link, a second name here.
+
+        Args:
+            source: It.
+            name: The name.
+            seen: A descriptor of the file that it has to be.
 
         Raises:
             Untrusted: The name is not a canonical path.
-            OSError: The file systems are not the same, or have no such links.
+            OSError: The file systems are not the same, or have no such links; or another file has its name by now.
         """
         with self._above(name, make=True) as (folder, last):
             if not stat.S_ISREG(os.lstat(source).st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(source))
             os.link(source, last, dst_dir_fd=folder, follow_symlinks=False)
+            made = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if seen is not None and not os.path.samestat(os.fstat(seen), made):
+                os.unlink(last, dir_fd=folder)
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
 
     def move(self, name: str, to: str, into: Beneath | None = None) -> None:
         """Give a file or folder another name, here or in another folder; a file of that name is replaced.

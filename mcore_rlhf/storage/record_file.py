@@ -24,7 +24,7 @@ from .paths import ReadablePath, beneath, human, pwrite_all, storage_error
 from .stored import StoredTensor
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, Self
 
 
 class Piece(NamedTuple):
@@ -248,7 +248,7 @@ class RecordFile:
             folder = self._beneath()
             folder.remove(self.path.relative_to(folder.root).as_posix())
 
-    def __enter__(self) -> RecordFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

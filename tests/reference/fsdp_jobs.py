@@ -74,17 +74,21 @@ def load_and_go_on(how: Wrapped, root: str, optimizer: bool = True, trained: int
 
 
 def two_roles(how: Wrapped, root: str) -> list[str]:
-    """A trained actor and a frozen reference model, saved and loaded together; returns what is not as it was."""
-    from dataclasses import replace
-
+    """A trained actor and a frozen reference model, which is written once, saved and loaded together; returns what is not as it was."""
     kinds = {"actor": how, "reference": replace(how, seed=how.seed + 1, optimizer="none")}
     trainers = {role: build(kind, dist.get_rank()) for role, kind in kinds.items()}
     trainers["actor"].train(0, 2)
-    with CheckpointManager(root, {role: _engine(one) for role, one in trainers.items()}, options=_OPTIONS) as manager:
-        manager.save(7, blocking=True)
+    options = replace(_OPTIONS, link_unchanged=True)
+    with CheckpointManager(root, {role: _engine(one) for role, one in trainers.items()}, options=options) as manager:
+        manager.save(7)
+        trainers["actor"].train(2, 1)
+        manager.save(8)
+    pieces = sorted(Path(root, "global_step_8").rglob("*.distcp"))
+    linked = {path.parts[-3] for path in pieces if path.stat().st_nlink == 2}
+    assert linked == {"reference"}, [(str(path), path.stat().st_nlink) for path in pieces]
     again = {role: build(kind.other(), dist.get_rank()) for role, kind in kinds.items()}
     with CheckpointManager(root, {role: _engine(one) for role, one in again.items()}, options=_OPTIONS) as manager:
-        assert manager.load(7) is not None
+        assert manager.load(8) is not None
     return [
         f"{role}: {name}"
         for role in kinds

@@ -45,6 +45,7 @@ def manager_options(config: RunConfig, **more: Any) -> ManagerOptions:
         "save_timeout": section.save_timeout,
         "lazy_snapshot": section.lazy_snapshot,
         "max_host_memory": section.max_host_memory,
+        "link_unchanged": section.link_unchanged,
         "on_existing": section.on_existing,
         "fsync": section.fsync,
         "rng": section.rng,

@@ -168,6 +168,7 @@ class CheckpointSection(Section):
     save_timeout: Annotated[Seconds, Field(gt=0)] | None = None
     lazy_snapshot: bool = False
     max_host_memory: Size | None = None
+    link_unchanged: bool = False
     on_existing: Literal["refuse", "continue"] = "refuse"
     must_exist: bool = False
     rng: Literal["derive", "refuse", "ignore"] = "derive"

@@ -154,6 +154,7 @@ class RankPart:
         contributed: Bytes that this rank put into files of others, by path.
         taken: Bytes that this rank found in its own files from others, by path.
         host: Where it runs.
+        linked: See :class:`~.write.RankWriter`.
     """
 
     files: Mapping[str, FileEntry]
@@ -162,6 +163,7 @@ class RankPart:
     contributed: Mapping[str, int] = field(default_factory=dict)
     taken: Mapping[str, int] = field(default_factory=dict)
     host: str = ""
+    linked: Mapping[str, str] = field(default_factory=dict)
 
 
 def refuse_untaken(parts: Iterable[RankPart]) -> None:

@@ -24,7 +24,7 @@ from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, Snapshot, dumps, loads
 from .steps import RNG_FILE
 from .world import World
-from .write import RankWriter
+from .write import Earlier, RankWriter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _HERE = "here-"
@@ -49,6 +49,7 @@ class SaveJob:
         retries: How often a save that failed is tried again; the same on all ranks.
         begin: What the coordinator opens the transaction of a further attempt with.
         make_room: What the coordinator does about a full disk.
+        earlier: Finds the step whose files are linked where they would be the same; None where none is to be.
         failed: Why the first attempt failed before this one could begin; None where it was opened.
         progress: How far it is.
         delivered: Whether this rank has said all that the commit waits for, so that it may be made without a further word of its.
@@ -67,6 +68,7 @@ class SaveJob:
     retries: int = 0
     begin: Callable[[Transaction], None] = lambda transaction: None
     make_room: Callable[[], None] = lambda: None
+    earlier: Callable[[], Earlier | None] = lambda: None
     failed: BaseException | None = None
     progress: Progress = field(default_factory=Progress)
     delivered: bool = False
@@ -192,7 +194,8 @@ class SaveJob:
         if not self.world.has_who_commits:
             self.transaction.join()
         folder, messages = self.transaction.folder, self.transaction.messages
-        writer = RankWriter(folder, self.world.rank, messages, self.transaction.fsync, self.progress)
+        fsync = self.transaction.fsync
+        writer = RankWriter(folder, self.world.rank, messages, fsync, self.progress, self.earlier())
         self.progress.moved("what ranks say to each other")
         self._post_values()
         writer.write(self.snapshot.files)
@@ -234,6 +237,8 @@ class SaveJob:
         for part in parts:
             hosts.setdefault(part.host, []).extend(sorted(part.files))
         report = {**self.report, "save_seconds": seconds, "live": live, **({"hosts": hosts} if len(hosts) > 1 else {})}
+        if linked := {path: source for part in parts for path, source in part.linked.items()}:
+            report["linked"] = linked
         more = {str(key): value for key, value in self.provenance.items()}
         manifest = Manifest(
             files,
@@ -253,7 +258,8 @@ class SaveJob:
 
     def _part(self, writer: RankWriter) -> RankPart:
         roles, live = tuple(self.snapshot.roles), self.snapshot.live
-        return RankPart(writer.written, roles, live, writer.contributed, writer.taken_from_others, self.world.host)
+        contributed, taken = writer.contributed, writer.taken_from_others
+        return RankPart(writer.written, roles, live, contributed, taken, self.world.host, writer.linked)
 
     def _write_gathered(self, writer: RankWriter) -> None:
         values = [self._values(name) for name in self.world.rank_names]

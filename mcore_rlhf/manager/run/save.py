@@ -29,6 +29,7 @@ from .snapshot import Components, Snapshot, accounted, described, staged
 from .staging import HostStaging
 from .steps import Step
 from .world import World, raisable
+from .write import Earlier
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _NOTICE_S = 1.0
@@ -119,6 +120,7 @@ class Saver:
             retries=self.options.save_retries,
             begin=self._begin,
             make_room=partial(self._make_room, step, dict(metrics or {})),
+            earlier=self._earlier,
             failed=failed,
         )
         self.unsaved, lazy, nbytes = None, bool(snapshot.still), snapshot.nbytes
@@ -398,6 +400,16 @@ class Saver:
             with suppress(CheckpointError):  # the disk has failed once already
                 target = steps.step_folder(self.root, step)
                 self._delete_old(self.options.keep, Step(step, target, "committed", metrics=metrics))
+
+    def _earlier(self) -> Earlier | None:
+        """The newest step, where what is in it already is to be linked; not one that cannot be read: then all is written."""
+        if not self.options.link_unchanged:
+            return None
+        with suppress(CheckpointError):
+            if (found := steps.newest(self.root)) is not None:
+                assert isinstance(found.path, Path)
+                return Earlier(found.path, steps.read_manifest(found.path).files)
+        return Earlier(self.root)
 
     def _delete_old(self, keep: Retention, coming: Step | None = None) -> None:
         """What no rule keeps, and what is in the mirror or waits for it too long.

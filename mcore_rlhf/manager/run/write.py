@@ -7,9 +7,10 @@ pieces together at the end. Nobody holds more than its own bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +23,11 @@ from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
+from mcore_rlhf.storage.twins import Differs, Twin
 
 from .commit import Messages
 from .progress import Progress
-from .staging import Share, StepFile, windows
+from .staging import Share, Staged, StepFile, windows
 
 
 class WrittenPiece(NamedTuple):
@@ -44,6 +46,19 @@ class WrittenPiece(NamedTuple):
     crc32: int
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A committed step, whose files are not written again where they would be the same.
+
+    Args:
+        folder: Its folder.
+        files: Its manifest's.
+    """
+
+    folder: Path
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class RankWriter:
     """Writes what one rank contributes to a step.
@@ -54,6 +69,8 @@ class RankWriter:
         messages: Through which ranks talk.
         fsync: Whether to wait until files are on the disk.
         progress: Hears of files that are begun, and of bytes just written.
+        earlier: The step before; None to write whatever is there already as well.
+        linked: Of the files that were not written, what each is another name of, relative to the step's folder.
     """
 
     folder: Path
@@ -61,6 +78,8 @@ class RankWriter:
     messages: Messages
     fsync: bool = True
     progress: Progress = field(default_factory=Progress)
+    earlier: Earlier | None = None
+    linked: dict[str, str] = field(default_factory=dict)
     written: dict[str, FileEntry] = field(default_factory=dict)
     contributed: dict[str, int] = field(default_factory=dict)
     taken_from_others: dict[str, int] = field(default_factory=dict)
@@ -78,17 +97,54 @@ class RankWriter:
             CheckpointError: A file cannot be written, or another rank failed; unfinished files are removed.
         """
         with ExitStack() as unfinished:
-            own = [(file, unfinished.enter_context(self._laid_out(file))) for file in files if self._owns(file)]
-            pieces = {file.path: self._fill(file, writer) for file, writer in own}
+            own = [file for file in files if self._owns(file) and not self._is_linkable(file)]
+            laid = [(file, unfinished.enter_context(self._laid_out(file))) for file in own]
+            writers, pieces = {file.path: writer for file, writer in laid}, dict[str, list[WrittenPiece]]()
+            for file in files:  # in the order in which a stream brings them
+                if self._owns(file) and self._is_linkable(file):
+                    self._write_or_link(file)
+                elif self._owns(file):
+                    pieces[file.path] = self._fill(file, writers[file.path])
             for file in files:
                 if not self._owns(file):
                     self._contribute(file)
-            for file, writer in own:
-                self._finish(file, writer, pieces[file.path])
+            for file, writer in laid:
+                self.written[file.path] = self._finished(file, writer, pieces[file.path])
         return self.written
 
     def _owns(self, file: StepFile) -> bool:
         return file.live.writers[0] == self.rank
+
+    def _is_linkable(self, file: StepFile) -> bool:
+        """Whether it may be the same as one that is there: this rank alone knows it, and can read it more than once."""
+        once = any(isinstance(share, Staged) and share.stream.wraps for share in file.shares)
+        return self.earlier is not None and len(file.live.writers) == 1 and not once
+
+    def _write_or_link(self, file: StepFile) -> None:
+        """Give a file that is there already, byte for byte, a second name; write it where there is none."""
+        self.progress.moved(file.path)
+        assert file.live.container is not None
+        lay_out = partial(file.live.container.layout, file.live.path)  # one is good for one file
+        for folder, name in self._alike(file, lay_out().nbytes):
+            with suppress(Differs), Twin(folder, name, lay_out()) as twin:
+                entry = self._finished(file, twin, self._fill(file, twin))
+                twin.link(Beneath(self.folder), file.path)
+                self.written[file.path] = entry
+                self.linked[file.path] = name if folder == self.folder else f"../{folder.name}/{name}"
+                return
+        with self._begun(file.path, lay_out()) as writer:
+            self.written[file.path] = self._finished(file, writer, self._fill(file, writer))
+
+    def _alike(self, file: StepFile, nbytes: int) -> Iterator[tuple[Path, str]]:
+        """Files of the same length: the role's own of the step before, and what this rank has just written of another role."""
+        assert self.earlier is not None
+        own = [name for name in self.earlier.files if name.startswith(f"{file.folder}/")]
+        for name in sorted(own, key=lambda name: name != file.path):
+            if self.earlier.files[name].nbytes == nbytes and name.rpartition("/")[2] == file.path.rpartition("/")[2]:
+                yield self.earlier.folder, name
+        for name, entry in self.written.items():
+            if entry.nbytes == nbytes:
+                yield self.folder, name
 
     def save_pt(self, path: str, content: object) -> None:
         """Write a ``.pt`` file of small values.
@@ -172,7 +228,7 @@ class RankWriter:
             self.progress.moved(nbytes=len(window))
         return WrittenPiece(share.label, share.byte_offset, at, total)
 
-    def _finish(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> None:
+    def _finished(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> FileEntry:
         self.progress.moved(file.path)
         for rank in file.live.writers[1:]:
             theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")
@@ -186,7 +242,7 @@ class RankWriter:
             key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.record_nbytes(key))
             for key in writer.open_records
         }
-        self.written[file.path] = writer.finish(crcs, fsync=self.fsync)
+        return writer.finish(crcs, fsync=self.fsync)
 
 
 def _record_crc(what: str, pieces: Sequence[WrittenPiece], nbytes: int) -> int:

@@ -1,0 +1,198 @@
+"""A file that is byte for byte one that is there is another name of it, and never anything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rlhf import CheckpointManager, KeepLast, ManagerOptions, Retention, TorchEngine
+from mcore_rlhf.manager.run import steps
+from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.storage.record_file import RecordFile
+
+OPTIONS = ManagerOptions(link_unchanged=True, fsync=False, catch_signals=False, on_existing="continue")
+REF = "ref/state.pt"
+
+
+class Run:
+    """An actor that is trained, and a reference that is not."""
+
+    def __init__(self, root: Path, options: ManagerOptions = OPTIONS) -> None:
+        torch.manual_seed(0)
+        self.root, self.options = root, options
+        self.actor, self.ref = (torch.nn.Linear(64, 600) for _ in range(2))
+        self.optimizer = torch.optim.Adam(self.actor.parameters())
+        self.roles = {"actor": TorchEngine(self.actor, self.optimizer), "ref": TorchEngine(self.ref)}
+
+    def save(self, *numbers: int, blocking: bool | None = None) -> None:
+        with CheckpointManager(self.root, self.roles, options=self.options) as manager:
+            for number in numbers:
+                self.optimizer.zero_grad()
+                self.actor(torch.randn(2, 64)).sum().backward()
+                self.optimizer.step()
+                manager.save(number, blocking=blocking)
+
+    def file(self, number: int, name: str = REF) -> Path:
+        return self.root / f"global_step_{number}" / name
+
+    def is_linked(self, number: int, other: int, name: str = REF) -> bool:
+        return self.file(number, name).samefile(self.file(other, name))
+
+    def linked(self, number: int) -> object:
+        return steps.read_manifest(self.root / f"global_step_{number}").report.get("linked")
+
+    def require_whole(self, number: int) -> None:
+        """A step is sound, and holds what is alive."""
+        step = self.root / f"global_step_{number}"
+        assert not check(step, steps.read_manifest(step))
+        held = torch.load(self.file(number))["model"]["weight"]
+        assert torch.equal(held.view(torch.int32), self.ref.weight.detach().view(torch.int32))
+
+
+@pytest.mark.parametrize("given", [{"asynchronous": False}, {}, {"lazy_snapshot": True}, {"fsync": True}])
+def test_a_frozen_reference_is_written_once(tmp_path: Path, given: dict[str, bool]) -> None:
+    run = Run(tmp_path, replace(OPTIONS, **given))  # type: ignore[arg-type]
+    run.save(1, 2)
+    run.save(3)  # another process
+    assert run.is_linked(1, 2) and run.is_linked(2, 3)  # noqa: PT018
+    assert not run.is_linked(1, 2, "actor/state.pt")
+    assert run.linked(1) is None
+    assert run.linked(3) == {REF: f"../global_step_2/{REF}"}
+    run.require_whole(3)
+
+
+def test_by_default_every_step_has_files_of_its_own(tmp_path: Path) -> None:
+    run = Run(tmp_path, replace(OPTIONS, link_unchanged=False))
+    run.save(1, 2)
+    assert not run.is_linked(1, 2)
+    assert run.linked(2) is None
+
+
+def test_one_bit_is_enough_to_be_written_again(tmp_path: Path, rng: random.Random) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    bits = run.ref.weight.detach().view(-1).view(torch.int32)
+    bits[rng.randrange(bits.numel())] ^= 1 << rng.randrange(31)
+    run.save(2)
+    assert not run.is_linked(1, 2)
+    run.require_whole(2)
+
+
+def test_a_damaged_file_is_not_linked(tmp_path: Path, rng: random.Random) -> None:
+    """Wherever the damage is: in a tensor, in the pickle, in the directory at the end."""
+    run = Run(tmp_path)
+    run.save(1)
+    data = bytearray(run.file(1).read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    run.file(1).write_bytes(data)
+    run.save(2)
+    assert not run.is_linked(1, 2)
+    run.require_whole(2)
+
+
+@pytest.mark.parametrize("how", ["link", "fifo", "gone", "short", "folder", "no_manifest"])
+def test_what_is_no_plain_file_of_the_step_is_not_linked(tmp_path: Path, how: str) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    path = run.file(1)
+    if how == "no_manifest":
+        (run.root / "global_step_1" / "manifest.json").write_text("{")
+    else:
+        data = path.read_bytes()
+        path.unlink()
+        if how == "link":
+            (tmp_path / "elsewhere").write_bytes(data)
+            path.symlink_to(tmp_path / "elsewhere")
+        elif how == "fifo":
+            os.mkfifo(path)
+        elif how == "short":
+            path.write_bytes(data[:-1])
+        elif how == "folder":
+            path.mkdir()
+    run.save(2)
+    assert run.file(2).stat().st_nlink == 1
+    run.require_whole(2)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK])
+def test_it_is_written_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+
+    def refuse(*_paths: object, **_given: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", refuse)
+        run.save(2)
+    assert not run.is_linked(1, 2)
+    run.require_whole(2)
+
+
+def test_two_roles_of_one_model_are_one_file(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.roles["tied"] = TorchEngine(run.ref)
+    run.save(1)
+    assert run.file(1).samefile(run.file(1, "tied/state.pt"))
+    assert run.linked(1) == {"tied/state.pt": REF}
+    run.require_whole(1)
+
+
+def test_a_step_outlives_the_one_that_it_is_linked_with(tmp_path: Path) -> None:
+    run = Run(tmp_path, replace(OPTIONS, keep=Retention((KeepLast(1),))))
+    run.save(1, 2, 3)
+    assert [step.step for step in steps.listed(tmp_path)] == [3]
+    assert run.file(3).stat().st_nlink == 1
+    run.require_whole(3)
+
+
+def test_a_step_that_goes_while_it_is_looked_at_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    real = RecordFile.finish
+
+    def gone(self: RecordFile, *given: object, **more: object) -> object:
+        if type(self) is not RecordFile:
+            run.file(1).unlink()
+        return real(self, *given, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "finish", gone)
+        run.save(2)
+    run.require_whole(2)
+
+
+def test_another_file_of_its_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compared is what is linked, whatever has its name by then."""
+    run = Run(tmp_path)
+    run.save(1)
+    real = RecordFile.finish
+
+    def replaced(self: RecordFile, *given: object, **more: object) -> object:
+        if type(self) is not RecordFile:
+            run.file(1).rename(tmp_path / "aside")
+            run.file(1).write_bytes(b"something else")
+        return real(self, *given, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "finish", replaced)
+        run.save(2)
+    run.require_whole(2)
+
+
+def test_copies_in_waves_are_written(tmp_path: Path) -> None:
+    """They are there once, and cannot be compared first."""
+    run = Run(tmp_path, replace(OPTIONS, max_host_memory=1))
+    run.ref = torch.nn.Linear(2000, 1600)  # 12.8 MB: more than the smallest room
+    run.roles["ref"] = TorchEngine(run.ref)
+    run.save(1, 2)
+    assert not run.is_linked(1, 2)
+    run.require_whole(2)
