@@ -184,8 +184,7 @@ class Trainer:
             while not self._is_over():
                 self._fill()
                 self._train(self._finished())
-                if manager.maybe_save(self.state.iteration) is not None:
-                    self.journal.trim()
+                manager.maybe_save(self.state.iteration)
             manager.save(self.state.iteration)
 
     def _is_over(self) -> bool:

@@ -10,8 +10,7 @@ them back::
             rollouts, missing = journal.take(prompt, state.weight_version)
             ...                                                  # only what is missing is sampled
         ...
-        manager.maybe_save(step)
-        journal.trim()                                           # what no step can ask for any more goes
+        manager.maybe_save(step)                                 # what no step can ask for any more goes, behind the commit
 
 Which rollouts were trained on is not written here a second time: a step that is resumed knows it, and its sampler issues every other
 prompt, once. The journal only answers whether a sample of an issued prompt is finished already. So losing a record, or having it twice,
@@ -151,6 +150,9 @@ class RolloutJournal:
 
     def trim(self, consumed: Callable[[SampleKey], bool] | None = None) -> int:
         """Remove the segments of which no step that is there can ask for anything. Nothing is raised: what is not removed stays.
+
+        A :class:`~mcore_rlhf.CheckpointManager` does that after each commit; it is for loops whose steps are another's, or whose ``data``
+        says nothing of prompts.
 
         Args:
             consumed: Says what the oldest of them has trained on, where steps are not this package's; by default its ``data/data.pt``.

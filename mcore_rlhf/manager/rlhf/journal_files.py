@@ -114,6 +114,12 @@ def open_folder(root: Path, fingerprint: Mapping[str, str]) -> tuple[Path, Journ
     return folder, found
 
 
+def has_journal(root: ReadablePath) -> bool:
+    """Whether a root has a rollout journal."""
+    folder = root / FOLDER
+    return isinstance(folder, Path) and folder.is_dir() and not folder.is_symlink()
+
+
 def read_folder(root: ReadablePath) -> JournalFolder:
     """The journal of a root, to look at; nothing is made.
 
@@ -122,7 +128,7 @@ def read_folder(root: ReadablePath) -> JournalFolder:
         CheckpointError: It cannot be read.
     """
     folder = root / FOLDER
-    if not isinstance(folder, Path) or not folder.is_dir() or folder.is_symlink():
+    if not (isinstance(folder, Path) and has_journal(root)):
         raise NotACheckpoint(
             f"{folder}: there is no rollout journal\nGive the root of a run whose producers write one."
         )

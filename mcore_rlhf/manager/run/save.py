@@ -14,6 +14,9 @@ from pathlib import Path
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline
 from mcore_rlhf.storage.waiting import waiting_for
 
+from ..rlhf.consumed import consumed_by
+from ..rlhf.journal import RolloutJournal
+from ..rlhf.journal_files import has_journal
 from . import retention, steps
 from .background import Background, Left
 from .commit import Stopped, Transaction, new_transaction
@@ -71,6 +74,7 @@ class Saver:
     _fence: Fence = field(init=False)
     _background: Background = field(init=False)
     _asking: Background = field(init=False)
+    _journal: RolloutJournal | None = None
 
     def __post_init__(self) -> None:
         self._fence = Fence(self.world, self.options, self.reporter)
@@ -393,6 +397,21 @@ class Saver:
                     self._export(export, step, folder)
         if self.options.keep is not None:
             self._delete_old(self.options.keep)
+        with progress.unhurried():
+            self._trim_journal(step, folder)
+
+    def _trim_journal(self, step: int, folder: Path) -> None:
+        """Where the run keeps a rollout journal, files of it go of which no step can ask for anything any more."""
+        if self._journal is None:
+            if not has_journal(self.root) or isinstance(
+                consumed_by(folder), str
+            ):  # another loader's: whoever trims says what it did
+                return
+            self._journal = RolloutJournal(self.root)
+        if gone := self._journal.trim():
+            self.reporter.say(
+                "clean", step, f"{gone} files of the rollout journal: all in them was trained on", files=gone
+            )
 
     def _make_room(self, step: int, metrics: Mapping[str, float]) -> None:
         """Delete what the rules would let go if a step that found no room were there; the newest that is there stays in any case."""

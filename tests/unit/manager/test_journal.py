@@ -168,17 +168,16 @@ class Run:
 def test_only_what_the_oldest_step_has_trained_on_goes(tmp_path: Path) -> None:
     run = Run(tmp_path, keep=2)
     with run.manager:
-        journal, batches = RolloutJournal(tmp_path), [run.sampler.next_batch() for _ in range(4)]
+        batches = [run.sampler.next_batch() for _ in range(4)]
         for number, batch in enumerate(batches):
             write(tmp_path, batch, producer=f"batch{number}")
         left = []
         for batch in batches:
             run.train(batch)
-            journal.trim()
             left.append([path.name.partition("-")[0] for path in segments(tmp_path)])
     # Steps 1 and 2, then 2 and 3, then 3 and 4 are there: the oldest has trained on batches 0, 0 and 1, 0 to 2.
     assert left == [["batch1", "batch2", "batch3"], ["batch1", "batch2", "batch3"], ["batch2", "batch3"], ["batch3"]]
-    again = sampler()
+    again, journal = sampler(), RolloutJournal(tmp_path)
     reader = CheckpointManager(tmp_path, torch.nn.Linear(2, 2), data=again, options=ManagerOptions(read_only=True))
     with reader:
         assert reader.load(3) is not None
@@ -375,18 +374,19 @@ def test_a_disk_that_does_not_answer_for_a_while(tmp_path: Path, monkeypatch: py
 
 
 def test_the_command(tmp_path: Path) -> None:
-    run = Run(tmp_path, keep=1)
+    run = Run(tmp_path, keep=2)
     with run.manager:
         first, second = run.sampler.next_batch(), run.sampler.next_batch()
         write(tmp_path, first, producer="a")
         write(tmp_path, second[:1], version=2, producer="b")
+        run.train([])
         run.train(first)
     found = facts(tmp_path)
     assert (found["rollouts"], found["finished"], found["consumed"], found["step"], found["versions"]) == (
         10,
         2,
         8,
-        1,
+        2,
         [2],
     )
     assert [(one["producer"], one["state"], one["finished"], one["consumed"]) for one in found["segments"]] == [
@@ -396,7 +396,7 @@ def test_the_command(tmp_path: Path) -> None:
     code, said = command("journal", tmp_path)
     assert code == 0
     assert "10 rollouts of 2 producers" in said
-    assert "step 1: 8 trained on, 2 finished" in said
+    assert "step 2: 8 trained on, 2 finished" in said
 
 
 def test_the_command_where_there_is_none(tmp_path: Path) -> None:
