@@ -18,7 +18,7 @@ from typing import Literal
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, UsageError, headline
 from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.beneath import Beneath, make_folder, write_over
+from mcore_rlhf.storage.beneath import Beneath, make_folder, move, write_over
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file, provenance
 from mcore_rlhf.storage.paths import local_path, refused, walk
@@ -214,6 +214,25 @@ class TrainerSteps:
         if self.world.is_rank0:
             self._after(step, protect, trackers)
         return path
+
+    def publish(self, step: int, aside: Path, metrics: Mapping[str, float] | None = None) -> Path | None:
+        """Publish a step that the trainer has written by itself into a folder of another name, on the same file system.
+
+        Args:
+            step: Its number.
+            aside: The folder, which is there no more afterwards.
+            metrics: See :meth:`save`.
+
+        Raises:
+            CheckpointError: See :meth:`save`.
+        """
+        within = self.root.folder_of(step).name
+
+        def write(staging: Path) -> None:
+            if self.world.is_rank0:
+                move(aside, staging / within)
+
+        return self.save(step, write, within=True, metrics=metrics)
 
     def _saved(
         self, step: int, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]

@@ -57,7 +57,8 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def imported() -> tuple[Any, Any]:
+def without_init() -> None:
+    """Their packages without what stands in their ``__init__``."""
     found = importlib.util.find_spec("nemo_rl")
     assert found is not None
     assert found.submodule_search_locations is not None
@@ -66,6 +67,10 @@ def imported() -> tuple[Any, Any]:
         package = types.ModuleType(name)
         package.__path__ = [str(base.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
+
+
+def imported() -> tuple[Any, Any]:
+    without_init()
     sys.meta_path.insert(0, Absent())
     from nemo_rl.algorithms.async_utils.replay_buffer import ReplayBufferImpl
     from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -26,6 +26,7 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.storage.beneath import remove_beneath
 from mcore_rlhf.storage.links import require_inside
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
@@ -58,12 +59,14 @@ class Adoption:
         depth: How deep the models are verified: at least every record's checksum.
         workers: Threads that verify.
         progress: Called with the number of bytes just read; every file is read twice.
+        written_over: Whether the step was written just now, so that a manifest in it is of what was there before, and is removed first.
     """
 
     options: ReadOptions = field(default_factory=ReadOptions)
     depth: Depth = Depth.FULL
     workers: int = 2
     progress: Progress = lambda nbytes: None
+    written_over: bool = False
 
 
 def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
@@ -84,6 +87,8 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     """
     how, folder = how or Adoption(), checkpoint_path(folder)
     step, name = _step_of(folder)
+    if how.written_over and isinstance(folder, Path):
+        remove_beneath(folder, name)
     if steps.described(step, folder, name).state == "committed":
         return steps.read_manifest(folder, name)
     if (folder / name).is_file() or (folder / name).is_symlink():

@@ -7,12 +7,23 @@ import sys
 
 import pytest
 
-FOREIGN = ("transformers", "trl", "accelerate", "torchtitan", "megatron", "deepspeed", "datasets")
+FOREIGN = (
+    "transformers",
+    "trl",
+    "accelerate",
+    "torchtitan",
+    "megatron",
+    "deepspeed",
+    "datasets",
+    "verl",
+    "nemo_rl",
+    "ray",
+)
 _CODE = """
 import importlib, sys
 for name in {foreign}:
     sys.modules[name] = None  # as where it is not installed
-for name in ("transformers_trainer", "accelerate_state", "megatron_bridge"):
+for name in ("transformers_trainer", "accelerate_state", "megatron_bridge", "miles", "nemo_rl", "verl_trainer"):
     importlib.import_module("mcore_rlhf.integrations." + name)
 from types import SimpleNamespace
 from mcore_rlhf.errors import Unsupported
@@ -21,6 +32,11 @@ try:
     megatron_bridge.use(SimpleNamespace())
 except Unsupported as error:
     print(error)
+for name in ("nemo_rl", "verl_trainer"):
+    try:
+        importlib.import_module("mcore_rlhf.integrations." + name).use()
+    except Unsupported as error:
+        print(error)
 try:
     importlib.import_module("mcore_rlhf.integrations.torchtitan_manager")
 except Unsupported as error:
@@ -40,6 +56,8 @@ def said() -> str:
     "text",
     [
         "Megatron-Bridge's megatron.bridge.utils.instantiate_utils cannot be imported",
+        "NeMo-RL's nemo_rl.utils.checkpoint.CheckpointManager: ",
+        "verl.trainer.ppo.ray_trainer.RayPPOTrainer: ",
         "torchtitan's components.checkpointer.dcp cannot be imported",
     ],
 )

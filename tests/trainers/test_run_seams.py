@@ -1,0 +1,91 @@
+"""verl's and NeMo-RL's own code saves and resumes with our commit: killed, damaged, gone on with; and what cannot be whole is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.manager.runs import listed_steps
+from tests.trainers.lab import PROJECT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+VERL = {"MCORE_RLHF_VERL": "1", "VERL_USE_EXTERNAL_MODULES": "mcore_rlhf.integrations.verl_trainer"}
+
+
+def run(trainers: Path, release: str, module: str, job: str, folder: Path, **env: str) -> tuple[int, Any, str]:
+    """The exit status, what was seen, and what was said."""
+    found = trainers / release
+    if not found.is_dir():
+        pytest.skip(f"{release}: its repository could not be fetched")
+    path = os.pathsep.join(map(str, [PROJECT, found, trainers / "needs"]))
+    result = folder.with_name(f"{folder.name}-{job}.json")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, job, str(folder), str(result)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    return done.returncode, json.loads(result.read_text()) if result.is_file() else None, done.stdout + done.stderr
+
+
+def states(root: Path) -> dict[int, str]:
+    return {step.step: step.state for step in listed_steps(root)}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("release", ["verl-0.9.1", "verl-0.7.0"])
+def test_verl(trainers: Path, tmp_path: Path, release: str) -> None:
+    def verl(job: str, folder: Path) -> tuple[int, Any, str]:
+        return run(trainers, release, "tests.trainers.verl_seam", job, folder, **VERL)
+
+    status, alone, said = verl("alone", tmp_path / "a")
+    assert status == 0, said[-3000:]
+    assert states(tmp_path / "a") == {4: "committed", 6: "committed"}, "max_actor_ckpt_to_keep is 2"
+    assert verl("killed", tmp_path / "b")[0] == -9
+    assert {number: state for number, state in states(tmp_path / "b").items() if state == "committed"} == {
+        2: "committed"
+    }
+    tracker = tmp_path / "b" / "latest_checkpointed_iteration.txt"
+    tracker.unlink()  # as if the kill had come before it was laid
+    status, resumed, said = verl("resumed", tmp_path / "b")
+    assert resumed == alone[2:], said[-3000:]
+    assert tracker.read_text() == "6"
+    flip(tmp_path / "b" / "global_step_6" / "actor" / "model_world_size_1_rank_0.pt")
+    status, resumed, said = verl("again", tmp_path / "b")
+    assert resumed == alone[4:], said[-3000:]
+    assert states(tmp_path / "b") == {4: "committed", 6: "committed"}
+
+
+def test_verl_refuses_what_cannot_be_whole(trainers: Path, tmp_path: Path) -> None:
+    status, _, said = run(trainers, "verl-0.9.1", "tests.trainers.verl_seam", "refused", tmp_path / "a", **VERL)
+    assert status != 0
+    for name in ("default_hdfs_dir", "del_local_ckpt_after_load", "async_save"):
+        assert name in said
+    assert not (tmp_path / "a").exists()
+
+
+def test_nemo_rl(trainers: Path, tmp_path: Path) -> None:
+    def nemo(job: str) -> tuple[int, Any, str]:
+        return run(trainers, "NeMo-RL-7ea279a", "tests.trainers.nemo_seam", job, tmp_path / "run")
+
+    assert nemo("killed")[0] == -9
+    assert [name for name, state in states(tmp_path / "run").items() if state == "committed"] == [1]
+    status, seen, said = nemo("resumed")
+    assert (status, seen) == (0, ["step_1", "step_4"]), said[-3000:]
+    assert states(tmp_path / "run") == {1: "committed", 2: "committed", 4: "committed"}, (
+        "keep_top_k is 2, and the newest"
+    )
+    flip(tmp_path / "run" / "step_4" / "policy" / "weights" / "model.pt")
+    status, seen, said = nemo("again")
+    assert (status, seen) == (0, ["step_2", "step_5"]), said[-3000:]
+    assert "step_4 is not resumed from: damaged" in (tmp_path / "run" / "events.jsonl").read_text()
