@@ -320,7 +320,7 @@ _ABOVE_0 = {"type": Real(0.0, min_open=True)}
 class WatchOptions:
     """What ``watch`` is told besides what ``convert`` takes. See :class:`~mcore_rlhf.manager.watch.Watcher`."""
 
-    into: str = _own("DIR", "Folder of the results, global_step_N each.", type=_FOLDER_TEXT, required=True)
+    into: str = _own("DIR", "Folder, or URL, of the results, global_step_N each.", type=_FOLDER_TEXT, required=True)
     every: float = _own("S", "Seconds from one look to the next.", 30.0, type=Real(0.1))
     settle: float = _own("S", "Seconds for which a step without a manifest must stay as it is.", 60.0, type=Real(0.0))
     keep_last: int | None = _own("N", "Keep the newest N results.", **_POSITIVE)

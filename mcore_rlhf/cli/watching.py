@@ -18,8 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mcore_rlhf.errors import CheckpointError, StorageError, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, StorageError, headline
 from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .options import WatchOptions
@@ -60,17 +61,12 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
     source, out = checkpoint_path(root), checkpoint_path(watching.into)
     if watching.once or source.exists():  # else it is a run that has yet to begin
         require_root(root)
-    if not isinstance(out, Path):
-        raise UsageError(
-            f"--into {out}: results are published by a rename, which an object store does not have\n"
-            "Give a folder, and send what is in it on with --run, such as --run 'aws s3 sync {path} s3://evals/{step}'."
-        )
 
-    def job(step: int, folder: Path) -> dict[str, Any]:
+    def job(step: int, folder: ReadablePath) -> dict[str, Any]:
         ends = {"source": str(root), "target": str(folder)}
         return {**given, **ends, "step": step, "overwrite": True, "verify": True}
 
-    def convert(step: int, folder: Path) -> None:
+    def convert(step: int, folder: ReadablePath) -> None:
         _in_a_child(job(step, folder), config)
 
     make_job(job(0, out), config)  # what is wrong with it is said now
@@ -159,6 +155,9 @@ def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> 
         os.nice(_NICE)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid != os.getppid():  # it went before that was said
+            os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher hears of it, and ends this process
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # what there is to say, the watcher says

@@ -10,25 +10,19 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import CheckpointError, StorageError, UsageError, headline
-from mcore_rlhf.storage.beneath import make_folder, move
-from mcore_rlhf.storage.notes import FolderNotes
-from mcore_rlhf.storage.paths import ReadablePath, storage_error
-from mcore_rlhf.storage.publish import sync_folder
+from mcore_rlhf.storage.paths import ReadablePath
 
-from .run import steps
-from .run.retention import KeepRule, clean_up, remove_folder
-from .run.root import RootLock
+from .run.retention import KeepRule
 from .run.steps import Step
 from .runs import listed_steps
+from .watched_results import Note, Results, results_in
 
-ASIDE = ".watch"
-"""Where results are made, and what is known of them: a folder of the target."""
 _TRIES = 3
 """How often a step is tried that cannot be converted, before only a change of it gives it another chance."""
 _LONGEST_PAUSE_S = 600.0
@@ -56,21 +50,6 @@ class Watched:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """What is known of a result.
-
-    Args:
-        step: The step.
-        source: Which state of it was converted.
-        ran: Whether the command has run on it.
-    """
-
-    step: int
-    source: str
-    ran: bool = False
-
-
 @dataclass(slots=True)
 class _Failure:
     source: str
@@ -85,8 +64,8 @@ class Watcher:
 
     Args:
         root: The run's, of any trainer that is known.
-        out: Folder of the results, ``global_step_N`` each, as of a run.
-        convert: Converts and verifies one step into a folder; raises a CheckpointError where it cannot.
+        out: Where the results lie, ``global_step_N`` each, as of a run.
+        convert: Converts and verifies one step to a place; raises a CheckpointError where it cannot.
         keep: Which results are kept; all where there is no rule.
         command: A command line with ``{path}`` and ``{step}``, run on each result without a shell; empty for none.
         command_timeout: Seconds that it may take.
@@ -95,14 +74,14 @@ class Watcher:
     """
 
     root: ReadablePath
-    out: Path
-    convert: Callable[[int, Path], None]
+    out: ReadablePath
+    convert: Callable[[int, ReadablePath], None]
     keep: tuple[KeepRule, ...] = ()
     command: str = ""
     command_timeout: float = 3600.0
     settle: float = 30.0
     say: Callable[[Watched], None] = lambda event: None
-    _lock: RootLock = field(init=False)
+    _results: Results = field(init=False)
     _failures: dict[int, _Failure] = field(default_factory=dict)
     _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
@@ -111,32 +90,16 @@ class Watcher:
 
     def __post_init__(self) -> None:
         _words(self.command)
-        if isinstance(self.root, Path):
-            one, other = self.root.resolve(), self.out.resolve()
-            if one == other or one in other.parents or other in one.parents:
-                raise UsageError(
-                    f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
-                )
-        aside = self.out / ASIDE
-        if aside.is_symlink():
+        one, other = (path.resolve() if isinstance(path, Path) else path for path in (self.root, self.out))
+        if one == other or one in other.parents or other in one.parents:
             raise UsageError(
-                f"{aside}: is a symbolic link, which is not followed\nRemove it, or give another folder with --into."
+                f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
             )
-        try:
-            make_folder(aside)
-        except OSError as error:
-            raise storage_error(error, aside, "create") from error
-        try:
-            self._lock = RootLock(self.out)
-        except StorageError as error:
-            raise StorageError(f"{self.out}: another watcher, or a run, writes here\n{headline(str(error))}") from error
-        clean_up(aside, alone=True)
-        for left in [*aside.glob("global_step_*"), *aside.glob("old-*")]:  # of one that was killed
-            remove_folder(left)
+        self._results = results_in(self.out)
 
     def close(self) -> None:
         """Let others have the target."""
-        self._lock.release()
+        self._results.close()
 
     def look(self) -> bool:
         """Do what there is to do now: first what a kill left undone, then one step, the newest that is wanted.
@@ -147,9 +110,9 @@ class Watcher:
         Raises:
             StorageError: The target cannot be written.
         """
-        self._lock.hold()
-        for note in self._notes():
-            if self.command and not note.ran and steps.step_folder(self.out, note.step).is_dir():
+        self._results.hold()
+        for note in self._results.all():
+            if self.command and note.source and not note.ran and self._results.is_there(note.step):
                 self._run(note)
         wanted = self._wanted()
         if not wanted:
@@ -181,14 +144,14 @@ class Watcher:
 
     def _wanted(self) -> list[Step]:
         """Steps without a result, or whose result is of another state of them, the newest first."""
-        done = {note.step: note for note in self._notes()}
+        done = {note.step: note for note in self._results.all()}
         found = {step.step: step for step in self._found()}
         open_ = {
             number: step
             for number, step in found.items()
             if (note := done.get(number)) is None
             or note.source != _identity(step)
-            or not steps.step_folder(self.out, number).is_dir()
+            or not self._results.is_there(number)
         }
         self._top = max(found, default=self._top)
         kept = self._kept({*done, *open_})
@@ -205,26 +168,24 @@ class Watcher:
     def _make(self, step: Step) -> None:
         """Convert aside, see that the step is still the same, publish."""
         source, started = _identity(step), time.monotonic()
-        aside = steps.step_folder(self.out / ASIDE, step.step)
         try:
-            self._refuse_others(step.step)
-            self.convert(step.step, aside)
+            self.convert(step.step, self._results.begin(step.step))
             now = next((one for one in self._listed() if one.step == step.step), None)
             if now is None or _identity(now) != source:
-                remove_folder(aside)
+                self._results.drop(step.step)
                 raise StorageError(
                     f"step {step.step} " + ("is gone" if now is None else "was replaced") + " while it was converted"
                 )
-            target = self._publish(aside, step.step, source)
+            self._results.publish(made := Note(step.step, source, ran=not self.command))
         except CheckpointError as error:
             self._failed(step, source, error)
             return
         self._failures.pop(step.step, None)
         self._seen.pop(step.step, None)
-        seconds = time.monotonic() - started
-        self.say(Watched("converted", step.step, f"step {step.step} is in {target}", seconds, str(target)))
+        seconds, target = time.monotonic() - started, str(self._results.place(step.step))
+        self.say(Watched("converted", step.step, f"step {step.step} is in {target}", seconds, target))
         if self.command:
-            self._run(_Note(step.step, source))
+            self._run(made)
 
     def _listed(self) -> list[Step]:
         """What lies in the root.
@@ -239,30 +200,6 @@ class Watcher:
         except OSError as error:
             raise StorageError(f"{self.root}: {error}") from error
 
-    def _publish(self, aside: Path, number: int, source: str) -> Path:
-        """A kill in between leaves no result, and it is made again: what lies there without a note is somebody else's."""
-        target, old = steps.step_folder(self.out, number), self.out / ASIDE / f"old-{number}"
-        before, there = self._store.said(_Note, _name(number)), os.path.lexists(target)
-        remove_folder(old)
-        try:
-            if there:  # a result of what the step was before
-                move(target, old)
-            self._note(_Note(number, source, ran=not self.command))
-            move(aside, target)
-        except OSError as error:
-            if there and not os.path.lexists(target) and before is not None:
-                self._note(before)
-                move(old, target)
-            raise storage_error(error, target, "publish") from error
-        sync_folder(self.out)
-        remove_folder(old)
-        return target
-
-    def _refuse_others(self, number: int) -> None:
-        target = steps.step_folder(self.out, number)
-        if os.path.lexists(target) and self._store.said(_Note, _name(number)) is None:
-            raise UsageError(f"{target}: lies there already, and no watcher made it: it stays as it is")
-
     def _failed(self, step: Step, source: str, error: CheckpointError) -> None:
         before = self._failures.get(step.step)
         tries = before.tries + 1 if before is not None and before.source == source else 1
@@ -273,63 +210,43 @@ class Watcher:
         further = f"it is tried again in {pause:g} s" if again else "it is tried again when it changes"
         self.say(Watched("failed", step.step, f"step {step.step}: {headline(str(error))}; {further}"))
 
-    def _run(self, note: _Note) -> None:
+    def _run(self, note: Note) -> None:
         """Run the command on a result; what becomes of it is said, and stops nothing."""
-        target, started = steps.step_folder(self.out, note.step), time.monotonic()
+        target, started = str(self._results.place(note.step)), time.monotonic()
         words = [_filled(word, target, note.step) for word in _words(self.command)]
         outcome = _outcome(words, self.command_timeout)
-        self._note(replace(note, ran=True))
+        self._results.say(replace(note, ran=True))
         seconds = time.monotonic() - started
         kind: Kind = "failed" if outcome else "ran"
         text = f"step {note.step}: {words[0]} {outcome or 'has run'}"
-        self.say(Watched(kind, note.step, text, seconds, str(target)))
+        self.say(Watched(kind, note.step, text, seconds, target))
 
     def _retire(self) -> None:
         """Delete results that no rule wants."""
-        there = {note.step for note in self._notes()}
+        there = {note.step for note in self._results.all()}
         for number in sorted(there - self._kept(there)):
-            folder = steps.step_folder(self.out, number)
+            place = self._results.place(number)
             try:
-                remove_folder(folder)  # alone: exports beside it are of a run, and no watcher's
-                self._store.remove(_name(number))
+                self._results.retire(number)
             except CheckpointError as error:
                 self.say(Watched("failed", number, f"{headline(str(error))}; it stays"))
             else:
                 self._skipped.add(number)
-                self.say(Watched("retired", number, f"{folder} is no longer wanted", path=str(folder)))
+                self.say(Watched("retired", number, f"{place} is no longer wanted", path=str(place)))
 
     def _kept(self, numbers: Collection[int]) -> set[int]:
         """Those that a rule wants. Results of steps that the run has gone back behind are not counted, and stay."""
         behind = {number for number in numbers if self._top is not None and number > self._top}
-        found = [
-            Step(number, steps.step_folder(self.out, number), "committed") for number in sorted({*numbers} - behind)
-        ]
+        found = [Step(number, self._results.place(number), "committed") for number in sorted({*numbers} - behind)]
         if not self.keep or not found:
             return set(numbers)
         return behind.union({found[-1].step}, *(rule.wants(found) for rule in self.keep))
-
-    @property
-    def _store(self) -> FolderNotes:
-        return FolderNotes(self.out / ASIDE)
-
-    def _notes(self) -> Iterator[_Note]:
-        for name in self._store.list("step-*.json"):
-            note = self._store.said(_Note, name)
-            if note is not None and note.step >= 0 and name == _name(note.step):
-                yield note
-
-    def _note(self, note: _Note) -> None:
-        self._store.say(_name(note.step), note)
 
     def _skip(self, number: int) -> None:
         if number not in self._skipped:
             self._skipped.add(number)
             text = f"step {number} is passed over: newer ones are there, and it would be retired at once"
             self.say(Watched("skipped", number, text))
-
-
-def _name(number: int) -> str:
-    return f"step-{number}.json"
 
 
 def _identity(step: Step) -> str:
@@ -352,10 +269,10 @@ def _words(command: str) -> list[str]:
     return words
 
 
-def _filled(word: str, path: Path, step: int) -> str:
+def _filled(word: str, path: str, step: int) -> str:
     """A word with what it asks for; what is put in is never read again."""
     parts = word.split("{path}")
-    return str(path).join(part.replace("{step}", str(step)) for part in parts)
+    return path.join(part.replace("{step}", str(step)) for part in parts)
 
 
 def _outcome(words: list[str], timeout: float) -> str:

@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def watching(root: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+def watching(root: Path, out: Path | str, *more: str) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",

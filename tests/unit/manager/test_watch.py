@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.errors import LayoutMismatch, StorageError, UsageError
-from mcore_rlhf.manager import watch
+from mcore_rlhf.manager import watch, watched_results
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, delete
 from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.manager.watched_results import FolderResults
 from tests.unit.cli.conftest import GOLDENS
 from tests.unit.manager.roots import make_step
 
@@ -244,7 +245,7 @@ def test_what_it_did_not_make_stays(runs: Runs) -> None:
     assert (runs.out / "global_step_3" / "manifest.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("at", ["_note", "move", "sync"])
+@pytest.mark.parametrize("at", ["note", "move", "sync"])
 def test_a_kill_while_it_publishes(runs: Runs, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Killed(BaseException):
         pass
@@ -255,7 +256,7 @@ def test_a_kill_while_it_publishes(runs: Runs, at: str, monkeypatch: pytest.Monk
     def kill(*given: object) -> None:
         raise Killed
 
-    owner, name = (Watcher, "_note") if at == "_note" else (watch, "sync_folder" if at == "sync" else at)
+    owner, name = (FolderResults, "say") if at == "note" else (watched_results, "sync_folder" if at == "sync" else at)
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, kill)
         with pytest.raises(Killed):
@@ -316,7 +317,7 @@ def test_no_result_is_lost_where_the_next_cannot_be_published(runs: Runs, monkey
     runs.all()
     before = (runs.out / "global_step_3" / "manifest.json").read_bytes()
     runs.replace(3)
-    real, moves = watch.move, list[Path]()
+    real, moves = watched_results.move, list[Path]()
 
     def fail(path: Path, to: Path) -> None:
         moves.append(to)
@@ -325,7 +326,7 @@ def test_no_result_is_lost_where_the_next_cannot_be_published(runs: Runs, monkey
         real(path, to)
 
     with monkeypatch.context() as patched:
-        patched.setattr(watch, "move", fail)
+        patched.setattr(watched_results, "move", fail)
         assert runs.all() == ["failed 3"]
     assert (runs.out / "global_step_3" / "manifest.json").read_bytes() == before
     assert runs.all() == ["converted 3"]
