@@ -329,7 +329,7 @@ class HostStaging:
     """
 
     limit: int | None = None
-    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     _side: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
     _last: Stream | None = None
 
@@ -388,7 +388,7 @@ class HostStaging:
 
     def free(self) -> None:
         """Give the memory back."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._last = None
 
     def _held(self, segments: Sequence[Segment]) -> dict[int, Share]:
@@ -409,8 +409,8 @@ class HostStaging:
 
     def _make(self, needed: int) -> None:
         if needed > self.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one first: never two at a time
-            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first: never two at a time
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
             self._buffer.zero_()
 
     def _side_streams(self, tensors: Iterator[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:

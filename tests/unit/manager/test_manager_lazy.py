@@ -348,3 +348,23 @@ def test_nothing_to_copy() -> None:
     assert files == []
     stream.run()
     stream.finish()
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_where_a_script_makes_its_tensors_elsewhere_host_memory_is_host_memory(tmp_path: Path, lazy: bool) -> None:
+    """As ``torch.set_default_device("cuda")`` says it; without a GPU, no device can be told from the host but this one."""
+    run = Run()
+    run.step()
+    kept = run.model[2].weight.detach().clone()
+    torch.set_default_device("meta")
+    try:
+        with run.manager(tmp_path, options(lazy_snapshot=lazy)) as manager:
+            manager.save(1)
+            manager.before_step()
+            manager.wait()
+            with torch.no_grad():
+                run.model[2].weight.zero_()
+            assert manager.load(must_exist=True) is not None
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(run.model[2].weight, kept)
