@@ -6,6 +6,7 @@ Of a key that is there twice, PyYAML takes the last without a word; YAML allows 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -34,6 +35,7 @@ class _Begun:
         is_mapping: Whether every other value is a key.
         keys: Those that were seen.
         inside: How many values are directly in it.
+        height: How many levels are in it, those behind aliases too.
     """
 
     anchor: str | None
@@ -41,6 +43,7 @@ class _Begun:
     is_mapping: bool
     keys: set[str] = field(default_factory=set)
     inside: int = 0
+    height: int = 1
 
     def take(self, event: yaml.NodeEvent) -> None:
         """Note what is directly in it.
@@ -60,6 +63,24 @@ class _Begun:
         self.keys.add(key)
 
 
+def _follow(event: yaml.AliasEvent, begun: list[_Begun], whole: Mapping[str, tuple[int, int]]) -> int:
+    """Note what is behind an alias; how many values it is.
+
+    Raises:
+        yaml.YAMLError: That which it is in itself.
+    """
+    import yaml
+
+    anchor = str(event.anchor)
+    if any(one.anchor == anchor for one in begun):
+        mark = cast("yaml.Mark", event.start_mark)
+        raise yaml.MarkedYAMLError(problem=f"the alias *{anchor} stands within what it stands for", problem_mark=mark)
+    values, height = whole.get(anchor, (0, 0))
+    if begun:
+        begun[-1].height = max(begun[-1].height, height + 1)
+    return values
+
+
 def check_yaml(text: str) -> None:
     """Look through a text, without making values of it.
 
@@ -67,13 +88,13 @@ def check_yaml(text: str) -> None:
         text: YAML.
 
     Raises:
-        yaml.YAMLError: It is none, says something twice, is nested too deeply, or has too many values when every alias is followed.
+        yaml.YAMLError: It is none, says something twice, is in itself, is too deep, or has too many values when every alias is followed.
     """
     import yaml
 
     values = 0
     begun: list[_Begun] = []
-    weights: dict[str, int] = {}
+    whole: dict[str, tuple[int, int]] = {}
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         values += 1
         if isinstance(event, yaml.NodeEvent) and begun:
@@ -82,11 +103,13 @@ def check_yaml(text: str) -> None:
             begun.append(_Begun(event.anchor, values, isinstance(event, yaml.MappingStartEvent)))
         elif isinstance(event, yaml.CollectionEndEvent):
             ended = begun.pop()
+            if begun:
+                begun[-1].height = max(begun[-1].height, ended.height + 1)
             if ended.anchor is not None:
-                weights[ended.anchor] = values - ended.start
+                whole[ended.anchor] = values - ended.start, ended.height
         elif isinstance(event, yaml.AliasEvent):
-            values += weights.get(str(event.anchor), 0)
-        if len(begun) > MAX_DEPTH:
+            values += _follow(event, begun, whole)
+        if len(begun) > MAX_DEPTH or (begun and len(begun) + begun[-1].height - 1 > MAX_DEPTH):
             raise yaml.YAMLError(f"nested more than {MAX_DEPTH} levels deep")
         if values > MAX_VALUES:
             raise yaml.YAMLError(f"more than {MAX_VALUES:,} values, those behind aliases counted each time")

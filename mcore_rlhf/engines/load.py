@@ -287,7 +287,7 @@ class Filling(Generic[T]):
             converted = [slot for slot in self.slots if slot.put is not None]
             for _, group in groupby(converted, key=lambda slot: id(slot.owner)):
                 inside = list(group)
-                buffers = {one.record.key: torch.empty(one.record.numel) for one in inside}
+                buffers = {one.record.key: torch.empty(one.record.numel, device="cpu") for one in inside}
                 _copy(source, by_key, inside, buffers)
                 put = inside[0].put
                 assert put is not None
@@ -395,7 +395,7 @@ class Bounce:
     @classmethod
     def make(cls) -> Bounce:
         """Allocate them."""
-        first, second = (torch.empty(BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        first, second = (torch.empty(BOUNCE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2))
         return cls((first, second), [torch.cuda.Event(), torch.cuda.Event()])
 
     def copy(self, source: np.ndarray, target: torch.Tensor) -> None:

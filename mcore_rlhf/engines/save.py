@@ -95,7 +95,7 @@ class LiveTree:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             known = self._small[storage.data_ptr()] = flat.to("cpu", copy=True)
             self._kept.append(storage)  # while it lives, nobody else gets its address
-        typed = torch.empty(0, dtype=tensor.dtype).set_(known.untyped_storage())
+        typed = torch.empty(0, dtype=tensor.dtype, device=known.device).set_(known.untyped_storage())
         return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _adopt(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Record:

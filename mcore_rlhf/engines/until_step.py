@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .save import torch_optimizers
 from .stateful import leaves
@@ -22,7 +23,7 @@ class UntilStep:
 
     Args:
         optimizers: The torch optimizers at the bottom; each calls its hooks before it changes anything.
-        still: By name, the memory of what is left alone.
+        still: By name, the tensors that are left alone; of those that are dealt out, this rank's memory.
         moving: Memory that anything may change at any time, also where it lies in one piece with what is left alone.
     """
 
@@ -50,22 +51,34 @@ class UntilStep:
         modules = tuple(modules)
         named = [pair for module in modules for pair in module.named_parameters()]
         kept = [pair for one in optimizers for pair in _kept(one)]
-        still = tuple((name, _local(tensor)) for name, tensor in (*named, *kept, *besides))
-        return cls(optimizers, still, tuple(_local(buffer) for module in modules for buffer in module.buffers()))
+        return cls(
+            optimizers,
+            (*named, *kept, *besides),
+            tuple(_local(buffer) for module in modules for buffer in module.buffers()),
+        )
 
     def places(self) -> frozenset[_Place]:
         """The storages that are left alone as a whole."""
         moving = {_place(tensor) for tensor in self.moving}
-        return frozenset(_place(tensor) for _, tensor in self.still) - moving
+        return frozenset(_place(_local(tensor)) for _, tensor in self.still) - moving
 
-    def versions(self) -> list[int]:
-        """How often each was written to: torch counts what is done in place, though not what goes through ``.data``."""
-        return [-1 if tensor.is_inference() else tensor._version for _, tensor in self.still]
+    def versions(self) -> list[tuple[int, int]]:
+        """How often each was written to: torch counts what is done in place, though not what goes through ``.data`` or a fused kernel.
 
-    def changed(self, since: Sequence[int]) -> str | None:
+        What is done to a tensor that is dealt out is counted at the tensor, and not at this rank's memory of it; what is done to that
+        memory is counted there alone.
+        """
+        return [(_written(tensor), _written(_local(tensor))) for _, tensor in self.still]
+
+    def changed(self, since: Sequence[tuple[int, int]]) -> str | None:
         """The first that was written to since its :meth:`versions` were asked for; None where none was."""
         now = self.versions()
         return next((name for (name, _), old, new in zip(self.still, since, now, strict=True) if old != new), None)
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer's next step may change any of it, though it is none of :attr:`optimizers`."""
+        still = self.places()
+        return any(_place(_local(param)) in still for group in optimizer.param_groups for param in group["params"])
 
 
 @runtime_checkable
@@ -96,6 +109,20 @@ def hook(optimizer: torch.optim.Optimizer, fence: Callable[[], None]) -> Callabl
     return optimizer.register_step_pre_hook(before).remove
 
 
+def hook_all(fence: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Have a function called with each optimizer of this process before it steps.
+
+    Returns:
+        What takes it away again.
+    """
+
+    def before(optimizer: torch.optim.Optimizer, *args: object) -> None:
+        del args
+        fence(optimizer)
+
+    return register_optimizer_step_pre_hook(before).remove
+
+
 def _calls_hooks(optimizer: object) -> bool:
     """Whether its ``step`` is one that torch has wrapped, as it does when an optimizer is made.
 
@@ -121,6 +148,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor that is dealt out."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def _written(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _place(tensor: torch.Tensor) -> _Place:

@@ -2,8 +2,9 @@
 
 A frame is the CRC-32 of all that follows it, the payload's length (both 32 bits), the frame's number in its file, from 0 on (64 bits; all
 little-endian), and the payload. An empty payload is the last frame of a file that was closed. Whoever reads stops at the first frame
-that is not whole, as a kill, a full disk or a power failure leaves one: what stands behind it was never said to be safe. Where the frame
-after a damaged one is whole, a byte in the middle was turned over: then one is lost, and not all that follow.
+that is not whole, as a kill, a full disk or a power failure leaves one: what stands behind it was never said to be safe. Where a later
+frame is whole, bytes in the middle were turned over, be they of a payload or of a length: then those are lost, and not all that follow.
+Zeros are no such bytes: some file systems show them where a write has not come yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from .checksum import crc32
 from .paths import cannot_open
@@ -22,7 +25,10 @@ OVERHEAD = _CRC.size + _HEAD.size
 """Bytes that a frame has besides its payload."""
 MAX_PAYLOAD = 256 << 20
 """Bytes of a payload: what is said to be longer is not believed."""
+_NUMBER_AT = _CRC.size + 4
 _WINDOW_NBYTES = 4 << 20
+_MOST_CHECKED, _LEAST_CHECKED = 64 << 20, 1 << 10
+"""Bytes that are summed, at most, to find the next whole frame: numbers in a payload may look like heads."""
 
 
 def frame_head(number: int, payload: bytes) -> bytes:
@@ -92,10 +98,10 @@ class FrameReader:
 
     def _next(self, window: _Window) -> memoryview | None:
         payload = window.frame(self.at, self.number)
-        if payload is None and (behind := window.end_of(self.at)) is not None:
-            payload = window.frame(behind, self.number + 1)
-            if payload is not None:
-                self.at, self.number, self.damaged = behind, self.number + 1, self.damaged + 1
+        if payload is None and (behind := window.whole_behind(self.at, self.number)) is not None:
+            self.damaged += behind[1] - self.number
+            self.at, self.number = behind
+            payload = window.frame(*behind)
         return payload
 
 
@@ -116,6 +122,42 @@ class _Window:
         (crc,) = _CRC.unpack_from(whole)
         _, found = _HEAD.unpack_from(whole, _CRC.size)
         return whole[OVERHEAD:] if found == number and crc == crc32(whole[_CRC.size :]) else None
+
+    def whole_behind(self, at: int, number: int) -> tuple[int, int] | None:
+        """Where the first whole frame behind a damaged one begins, and its number; None where there is none.
+
+        Args:
+            at: Where the damaged one begins.
+            number: Its number.
+        """
+        end = self.end_of(at)
+        if end is not None and self.frame(end, number + 1) is not None:  # its length is right
+            return end, number + 1
+        if at + OVERHEAD > self.file.nbytes or not any(self._bytes(at, OVERHEAD)):
+            return None
+        left = _MOST_CHECKED
+        for start, found in self._heads_behind(at + 1, number):
+            end = self.end_of(start)
+            left -= _LEAST_CHECKED if end is None else max(_LEAST_CHECKED, end - start)
+            if left < 0:
+                break
+            if self.frame(start, found) is not None:
+                return start, found
+        return None
+
+    def _heads_behind(self, at: int, number: int) -> Iterator[tuple[int, int]]:
+        """Where a later frame may begin, and its number, by what would be its head."""
+        last = number + (self.file.nbytes - at) // OVERHEAD + 1
+        for start in range(at, self.file.nbytes - OVERHEAD + 1, _WINDOW_NBYTES):
+            data = bytes(self._bytes(start, min(_WINDOW_NBYTES + OVERHEAD - 1, self.file.nbytes - start)))
+            found = list[tuple[int, int]]()
+            for shift in range(8):
+                there = len(data) - _NUMBER_AT - shift
+                numbers = np.frombuffer(data, "<u8", max(0, there) // 8, _NUMBER_AT + shift) if there >= 8 else ()
+                numbers = np.asarray(numbers, np.uint64)
+                (hits,) = np.nonzero((numbers > number) & (numbers <= last))
+                found += [(start + shift + 8 * int(hit), int(numbers[hit])) for hit in hits]
+            yield from sorted(found)
 
     def end_of(self, at: int) -> int | None:
         """Where a frame ends, as its head says; None where that cannot be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -231,11 +232,10 @@ def _bytes_of(array: NDArray[Any]) -> bytes | memoryview:
 def _taken(one: StoredArray, data: bytes | memoryview, at: int, where: str) -> tuple[Values, int]:
     """A tensor out of the elements that begin at a place, and where they end; a copy of its own, which can be changed."""
     make, itemsize = _maker(one, where)
-    numel = 1
-    for size in one.shape[:_MAX_DIMS]:
-        numel = numel * size
-    end = at + numel * itemsize
-    if len(one.shape) > _MAX_DIMS or end > len(data):
+    shape = one.shape[:_MAX_DIMS]
+    end = at + math.prod(shape) * itemsize
+    spanned = math.prod(max(1, size) for size in shape) * itemsize  # what is empty may still be too large to be made
+    if len(one.shape) > _MAX_DIMS or end > len(data) or spanned > _MOST_SPANNED:
         raise Corrupt(
             f"{where}: {shorten(one.name)}: {shorten(one.shape)} of {shorten(one.dtype)} does not fit into {len(data):,} bytes"
         )
@@ -270,5 +270,6 @@ _NUMPY = {
         "complex64", "complex128",
     )
 }  # fmt: skip
+_MOST_SPANNED = 1 << 62
 _TORCH = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """What only torch has, and the bytes of an element."""

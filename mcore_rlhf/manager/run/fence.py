@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mcore_rlhf.engines.base import Engine
-from mcore_rlhf.engines.until_step import Steps, UntilStep, hook
+from mcore_rlhf.engines.until_step import Steps, UntilStep, hook, hook_all
 from mcore_rlhf.errors import StorageError, headline
 
 from .options import LOG, ManagerOptions, Reporter
@@ -40,6 +40,8 @@ class Fence:
         default_factory=weakref.WeakKeyDictionary
     )
     _said: set[str] = field(default_factory=set)
+    _still: tuple[UntilStep, ...] = ()
+    _unhook: Callable[[], None] = lambda: None
 
     def of(self, roles: Mapping[str, Engine]) -> dict[str, UntilStep]:
         """By role, what stays as it is until :meth:`wait`, which all its optimizers call from now on before they step."""
@@ -55,7 +57,21 @@ class Fence:
             for optimizer in () if until is None else until.optimizers:
                 if optimizer not in self._hooked:
                     self._hooked[optimizer] = hook(optimizer, self.wait)
+        self._unhook()
+        self._still, self._unhook = (
+            tuple(found.values()),
+            hook_all(self._wait_for_a_stranger) if found else lambda: None,
+        )
         return found
+
+    def _wait_for_a_stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that no role names may train what a role saves, and torch does not count what fused kernels write."""
+        if (
+            self._stream is not None
+            and optimizer not in self._hooked
+            and any(until.trains(optimizer) for until in self._still)
+        ):
+            self.wait()
 
     def begin(self, stream: Stream, step: int, report: dict[str, object]) -> None:
         """Something is copied behind training.
@@ -88,7 +104,7 @@ class Fence:
             stream.cancel()
             self.reporter.say("failed", self._step, f"{headline(str(error))}; training goes on")
         if self._stream is stream:
-            self._stream = None
+            self._stream, self._still = None, ()
             before = self._report["stall_seconds"]
             assert isinstance(before, float)
             self._report["stall_seconds"] = before + time.monotonic() - started
@@ -98,3 +114,5 @@ class Fence:
         for remove in self._hooked.values():
             remove()
         self._hooked.clear()
+        self._unhook()
+        self._unhook, self._still = lambda: None, ()

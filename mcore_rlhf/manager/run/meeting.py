@@ -82,10 +82,10 @@ class Meeting:
 
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
-        data = _bytes(value) if self._rank == 0 else torch.empty(0, dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
+        data = _bytes(value) if self._rank == 0 else torch.empty(0, dtype=torch.uint8, device="cpu")
+        length = torch.tensor([data.numel()], device="cpu")
         self._live().broadcast(length, 0).wait()
-        data = data if self._rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+        data = data if self._rank == 0 else torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._live().broadcast(data, 0).wait()
         found: T = _value(data)
         return found
@@ -93,18 +93,18 @@ class Meeting:
     def all_gather(self, value: T) -> list[T]:
         """What every rank has, in the order of ranks."""
         data = _bytes(value)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        self._live().allgather([lengths], [torch.tensor([data.numel()])]).wait()
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self._size)]
+        self._live().allgather([lengths], [torch.tensor([data.numel()], device="cpu")]).wait()
         longest = max(int(length) for length in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self._size)]
+        found = [torch.empty(longest, dtype=torch.uint8, device="cpu") for _ in range(self._size)]
         self._live().allgather([found], [padded]).wait()
         return [_value(part[: int(length)]) for part, length in zip(found, lengths, strict=True)]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is up on any rank."""
-        bits, options = torch.tensor(flags, dtype=torch.uint8), dist.AllreduceOptions()
+        bits, options = torch.tensor(flags, dtype=torch.uint8, device="cpu"), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._live().allreduce([bits], options).wait()
         return [bool(bit) for bit in bits.tolist()]

@@ -179,4 +179,4 @@ def derived(first: Mapping[str, object], step: int, rank: int) -> RngState:
 
 def _philox(seed: int) -> torch.Tensor:
     """A CUDA generator's state: seed and offset, 8 bytes each."""
-    return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+    return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8, device="cpu")

@@ -88,6 +88,36 @@ class StepFile:
         return self.live.segments if self.staged is None else self.staged
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """A live tensor's bytes, and where they were when the snapshot was taken.
+
+    Memory may be given back below a tensor that goes on (``untyped_storage().resize_(0)``, with which trainers send weights to host memory
+    for a rollout), which torch does not count as a write.
+    """
+
+    tensor: torch.Tensor
+    label: str
+    place: tuple[int, int]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, label: str) -> _Source:
+        return cls(tensor, label, _place(tensor))
+
+    def refuse_elsewhere(self) -> None:
+        """See that the memory has not been given back.
+
+        Raises:
+            StorageError: It has, or lies elsewhere.
+        """
+        if _place(self.tensor) != self.place:
+            raise StorageError(
+                f"{self.label}: its memory was given back after save(), and before its optimizer's next step: expected "
+                f"{human(self.place[1])} where it was, found {human(_place(self.tensor)[1])} at another place or none\n"
+                "The step is not saved. Call manager.before_step() before weights are sent to host memory, or save without lazy_snapshot."
+            )
+
+
 class Stream:
     """Bytes on their way into host memory, one share after the other, in the order in which they are written.
 
@@ -95,7 +125,7 @@ class Stream:
 
     Args:
         room: The host memory.
-        sources: What comes, and where it begins in the stream; first to last, without gaps but for alignment.
+        sources: Where it begins in the stream, what comes, and its name; first to last, without gaps but for alignment.
         side: By GPU, the stream on which it is copied, which waits for what training has queued so far.
         changed: Says what of the live tensors is no longer as it was when the snapshot was taken; None where all is.
     """
@@ -103,13 +133,13 @@ class Stream:
     def __init__(
         self,
         room: torch.Tensor,
-        sources: Sequence[tuple[int, torch.Tensor]],
+        sources: Sequence[tuple[int, torch.Tensor, str]],
         side: dict[torch.device, torch.cuda.Stream] | None = None,
         changed: Callable[[], CheckpointError | None] = lambda: None,
     ) -> None:
         self._room, self._side = room, side or {}
-        self._sources = deque(sources)
-        self.nbytes = max((start + tensor.numel() for start, tensor in sources), default=0)
+        self._sources = deque((start, _Source.of(tensor, label)) for start, tensor, label in sources)
+        self.nbytes = max((start + tensor.numel() for start, tensor, _ in sources), default=0)
         self.copied = 0
         """How far it has come; on a GPU, how much is queued."""
         self._written = 0
@@ -148,7 +178,7 @@ class Stream:
             while self._sources:
                 start, source = self._sources.popleft()
                 self._copy(start, source, piece)
-                if source.is_cuda:
+                if source.tensor.is_cuda:
                     still_read.append(source)
             with self._news:
                 self._queued = True
@@ -165,7 +195,8 @@ class Stream:
                 self._ended.set()
                 self._news.notify_all()
 
-    def _copy(self, start: int, source: torch.Tensor, piece: int | None) -> None:
+    def _copy(self, start: int, whole: _Source, piece: int | None) -> None:
+        source = whole.tensor
         at, stop, room = start, start + source.numel(), self._room.numel()
         while at < stop:
             within = at % room
@@ -174,7 +205,9 @@ class Stream:
                 self._news.wait_for(lambda end=end: self._cancelled or end - self._written <= room)  # type: ignore[misc]
                 if self._cancelled:
                     raise Stopped("the copy was given up")
+            whole.refuse_elsewhere()
             self._copy_into(self._room[within : within + end - at], source[at - start : end - start], piece is not None)
+            whole.refuse_elsewhere()
             with self._news:
                 if source.is_cuda:
                     self._events.append((end, self._side[source.device].record_event()))
@@ -296,7 +329,7 @@ class HostStaging:
     """
 
     limit: int | None = None
-    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     _side: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
     _last: Stream | None = None
 
@@ -336,10 +369,10 @@ class HostStaging:
         room = self._room(sum(_padded(segment.nbytes) for segment in streamed), first)
         self._make(first + room)
         side = self._side_streams(segment.tensor for segment in streamed)
-        held, sources, at = self._held(at_once), list[tuple[int, torch.Tensor]](), 0
+        held, sources, at = self._held(at_once), list[tuple[int, torch.Tensor, str]](), 0
         places: dict[int, int] = {}
         for segment in streamed:
-            sources.append((at, as_bytes(segment.tensor)))
+            sources.append((at, as_bytes(segment.tensor), segment.label))
             places[id(segment)], at = at, at + _padded(segment.nbytes)
         self._last = stream = Stream(self._buffer[first : first + room], sources, side, changed)
 
@@ -355,7 +388,7 @@ class HostStaging:
 
     def free(self) -> None:
         """Give the memory back."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._last = None
 
     def _held(self, segments: Sequence[Segment]) -> dict[int, Share]:
@@ -376,8 +409,8 @@ class HostStaging:
 
     def _make(self, needed: int) -> None:
         if needed > self.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one first: never two at a time
-            self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first: never two at a time
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
             self._buffer.zero_()
 
     def _side_streams(self, tensors: Iterator[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:
@@ -393,6 +426,12 @@ class HostStaging:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory as a flat tensor of bytes; a view."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and size of what a tensor lies in."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _padded(nbytes: int) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mcore_rlhf.engines.base import Segment
 from mcore_rlhf.engines.plain import TorchEngine
@@ -112,6 +115,74 @@ def test_one_that_writes_to_weights_is_noticed(tmp_path: Path) -> None:
                 run.model[2].weight.mul_(0.5)
         manager.wait()
     assert [step.step for step in steps.committed(tmp_path)] == [1, 3]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("write", ["of the whole", "of a part"])
+def test_one_that_writes_to_weights_that_are_dealt_out_is_noticed(mesh: DeviceMesh, write: str) -> None:
+    """torch counts it at the tensor, and not at the rank's memory of it."""
+    module = torch.nn.Linear(8, 8)
+    fully_shard(module, mesh=mesh)
+    until = UntilStep.of([module], torch.optim.AdamW(module.parameters()))
+    assert until is not None
+    since, weight = until.versions(), module.weight
+    assert until.changed(since) is None
+    with torch.no_grad():
+        if write == "of the whole":
+            weight.mul_(0.5)
+        else:
+            weight.to_local().mul_(0.5)  # type: ignore[operator]
+    assert until.changed(since) == "weight"
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}])
+def test_an_optimizer_that_no_role_names_waits_too(tmp_path: Path, kind: dict[str, bool]) -> None:
+    """A fused one writes what torch does not count."""
+    run, lone = Run(), torch.nn.Linear(8, 8)
+    for module in (run.model, lone):
+        module.requires_grad_()
+    stranger = torch.optim.AdamW(run.model[2].parameters(), lr=0.1, **kind)  # type: ignore[arg-type]
+    elsewhere = torch.optim.SGD(lone.parameters(), lr=0.1)
+    with run.manager(tmp_path, options()) as manager, copied_at_the_latest() as waited:
+        run.step()
+        manager.save(1, blocking=True)
+        manager.save(2)
+        run.passes()
+        lone(torch.ones(8)).sum().backward()
+        elsewhere.step()
+        early = len(waited)
+        stranger.step()
+        counted = len(waited)
+        manager.before_step()  # also where nobody waited: nothing is copied otherwise, and nobody ends
+        assert (early, counted) == (0, 1)
+        manager.save(3, blocking=True)
+    assert saved(tmp_path, 1) == saved(tmp_path, 2) != saved(tmp_path, 3)
+    stranger.step()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_that_is_given_back_is_noticed(tmp_path: Path, again: bool) -> None:
+    """As trainers do that send weights to host memory for a rollout; torch counts no write."""
+    run = Run(width=2000)
+    with run.manager(tmp_path, options()) as manager, copied_at_the_latest():
+        manager.save(1)
+        storage = run.model[2].weight.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        if again:
+            held = torch.ones(nbytes, dtype=torch.uint8)
+            storage.resize_(nbytes)
+            del held
+        manager.before_step()
+        with pytest.raises(StorageError, match=r"its memory was given back after save\(\)"):
+            manager.wait()
+    assert [step.step for step in steps.committed(tmp_path)] == []
 
 
 def test_an_optimizer_without_hooks_is_copied_as_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -256,7 +327,7 @@ def test_what_cannot_be_together_is_refused() -> None:
 
 def test_a_stream_that_wraps_is_read_once() -> None:
     source = torch.arange(9 * MIB, dtype=torch.int64).view(torch.uint8)[: 20 * MIB + 13]
-    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, source)])
+    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, source, "it")])
     stream.start()
     assert b"".join(bytes(window) for window in stream.read(0, source.numel())) == source.numpy().tobytes()
     stream.finish()
@@ -265,7 +336,7 @@ def test_a_stream_that_wraps_is_read_once() -> None:
 
 
 def test_an_interrupted_stream_ends() -> None:
-    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, torch.zeros(20 * MIB, dtype=torch.uint8))])
+    stream = Stream(torch.zeros(8 * MIB, dtype=torch.uint8), [(0, torch.zeros(20 * MIB, dtype=torch.uint8), "it")])
     stream.start()
     stream.cancel()
     stream.join()
@@ -277,3 +348,23 @@ def test_nothing_to_copy() -> None:
     assert files == []
     stream.run()
     stream.finish()
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_where_a_script_makes_its_tensors_elsewhere_host_memory_is_host_memory(tmp_path: Path, lazy: bool) -> None:
+    """As ``torch.set_default_device("cuda")`` says it; without a GPU, no device can be told from the host but this one."""
+    run = Run()
+    run.step()
+    kept = run.model[2].weight.detach().clone()
+    torch.set_default_device("meta")
+    try:
+        with run.manager(tmp_path, options(lazy_snapshot=lazy)) as manager:
+            manager.save(1)
+            manager.before_step()
+            manager.wait()
+            with torch.no_grad():
+                run.model[2].weight.zero_()
+            assert manager.load(must_exist=True) is not None
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(run.model[2].weight, kept)

@@ -100,7 +100,8 @@ HEAD = json.loads(Rollout(5, 0, 1, 2, version=3).to_bytes()[4:])
         forged({**HEAD, "tensors": [["x", "int64", [1 << 60]]]}), forged({**HEAD, "tensors": [["x", "int64", [1] * 100]]}),
         forged({**HEAD, "tensors": [["x", "int64", [-1]]]}), forged({**HEAD, "tensors": [["x", "object", [1]]]}, b"x" * 8),
         forged({**HEAD, "tensors": [["x", "nn", [1]]]}, b"x"), forged(HEAD, b"more"), forged({**HEAD, "more": 1}),
-        forged({**HEAD, "prompt_id": []}),
+        forged({**HEAD, "prompt_id": []}), forged({**HEAD, "tensors": [["x", "int64", [1 << 62, 4, 0]]]}),
+        forged({**HEAD, "tensors": [["x", "bfloat16", [0, 1 << 40, 1 << 40]]]}), forged({**HEAD, "tensors": [["x", "bool", [10**30, 0]]]}),
     ],
 )  # fmt: skip
 def test_a_forged_one_is_refused(data: bytes) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 import zlib
 from pathlib import Path
+
+import pytest
 
 from mcore_rlhf.storage.framed import OVERHEAD, FrameReader, frame_head, payload_at
 
@@ -117,3 +120,44 @@ def test_frames_larger_than_the_window(tmp_path: Path) -> None:
     large = [bytes([at]) * (3 << 20) for at in range(5)] + [b"z" * (9 << 20)]
     written(path, large)
     assert read(path)[1] == large
+
+
+def _offsets(payloads: list[bytes]) -> list[int]:
+    return [sum(OVERHEAD + len(one) for one in payloads[:number]) for number in range(len(payloads))]
+
+
+@pytest.mark.parametrize("bit", range(8 * OVERHEAD))
+def test_a_bit_of_a_head_costs_one_frame(tmp_path: Path, bit: int) -> None:
+    """Also one of the length, which says where the next one begins."""
+    payloads = [bytes([number]) * (20 + number) for number in range(1, 9)]
+    data = bytearray(b"".join(frame_head(number, one) + one for number, one in enumerate((*payloads, b""))))
+    data[_offsets(payloads)[3] + bit // 8] ^= 1 << bit % 8
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    reader = FrameReader(path)
+    assert [bytes(frame.payload) for frame in reader.read()] == [*payloads[:3], *payloads[4:]]
+    assert (reader.damaged, reader.torn, reader.closed) == (1, 0, True)
+
+
+def test_a_stretch_that_was_written_over_costs_the_frames_in_it(tmp_path: Path, rng: random.Random) -> None:
+    payloads = [rng.randbytes(rng.randrange(1, 300)) for _ in range(200)]
+    data = bytearray(b"".join(frame_head(number, one) + one for number, one in enumerate(payloads)))
+    offsets = _offsets(payloads)
+    data[offsets[50] + 3 : offsets[90] - 1] = rng.randbytes(offsets[90] - offsets[50] - 4)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    reader = FrameReader(path)
+    assert [bytes(frame.payload) for frame in reader.read()] == [*payloads[:50], *payloads[90:]]
+    assert (reader.damaged, reader.torn) == (40, 0)
+
+
+def test_numbers_in_a_torn_payload_that_look_like_heads_cost_no_time(tmp_path: Path) -> None:
+    whole = b"whole"
+    tokens = b"".join(struct.pack("<IIQ", number, 8 << 20, 1 + number % 7) for number in range(1 << 20))
+    path = tmp_path / "file"
+    path.write_bytes(frame_head(0, whole) + whole + frame_head(1, tokens) + tokens[:-1])
+    reader, started = FrameReader(path), time.monotonic()
+    assert [bytes(frame.payload) for frame in reader.read()] == [whole]
+    assert reader.damaged == 0
+    assert reader.torn == OVERHEAD + len(tokens) - 1
+    assert time.monotonic() - started < 10
