@@ -202,7 +202,8 @@ class Rule(Generic[Asked]):
             of ``{names:3}`` its first three are shown.
         when: Whether it is meant, as it is asked. Nothing, or what is empty, says that it is not; values are for the sentence, and a list
             of values makes a sentence of each; of anything else, the sentence calls it ``{found}``.
-        of: The items of which it speaks: a name of :data:`ANY` is all of their kind of which nothing else is said.
+        of: The items of which it speaks: a name of :data:`ANY` is all of their kind of which nothing else is said. ``when`` gives others as
+            ``of``; a row that has none of its own, and is given an empty ``of``, says nothing.
         told: Whether people read it in the report; a loss always is.
     """
 
@@ -215,6 +216,8 @@ class Rule(Generic[Asked]):
     def said_of(self, asked: Asked) -> Iterator[tuple[str, tuple[Item, ...]]]:
         """Its sentences, each with the items of which it speaks."""
         for values in _rows(self.when(asked)):
+            if not (self.of or values.get("of", True)):  # about the items that it found, and it found none
+                continue
             yield _SENTENCES.vformat(self.why, (asked,), values), (*self.of, *values.get("of", ()))
 
     def of_part(self, part: Callable[[Whole], Asked | None]) -> Rule[Whole]:

@@ -170,7 +170,10 @@ def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path)
         comparison = Differ(a, b, bytes_a, bytes_b, states=("param", *b.states)).compare()
     assert comparison.equal, comparison.differences
     assert comparison.tensors == 4 * 27
-    convert(tmp_path / "flat", tmp_path / "again", ConvertOptions(to="flat"))
+    again = convert(tmp_path / "flat", tmp_path / "again", ConvertOptions(to="flat", strict=True))
+    assert (again.lossless, again.account.lost) == (True, [])  # of no item, nothing is said to be lost
+    (tmp_path / "again" / "mcore_rlhf.json").unlink()  # its own index is no file of another program's
+    assert convert(tmp_path / "again", tmp_path / "third", ConvertOptions(to="flat", strict=True)).lossless
     assert (tmp_path / "again" / "weights.bin").read_bytes() == (tmp_path / "flat" / "weights.bin").read_bytes()
 
 

@@ -140,6 +140,7 @@ def rule(when: Callable[[Asked], object] = lambda _: True, why: str = "{0.rows}"
         (lambda _: True, "rows {0.rows[0]}–{0.rows[1]}", ["rows 5–9"]),
         (lambda asked: asked.found, "never", []),
         (lambda _: [], "never", []),
+        (lambda _: {"of": []}, "never", []),
         (lambda asked: list(asked.rows), "{found}", ["5, 9, 12, 3"]),
         (lambda asked: list(asked.rows), "{found:3}", ["5, 9, 12"]),
         (lambda asked: [{"row": row} for row in asked.rows[:2]], "row {row}", ["row 5", "row 9"]),
