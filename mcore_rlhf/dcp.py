@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -56,13 +55,12 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, proven
 from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
-from mcore_rlhf.storage.transactions import occupants, recover
+from mcore_rlhf.storage.transactions import occupants, recover_in
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.weights import Wanted, read
 
 LOG = log_of("mcore_rlhf.dcp")
 _METADATA = ".metadata"
-_LEFT = re.compile(r"\.(?P<name>.+)\.(lock|old|partial)-[0-9]+-[0-9a-f]+")
 
 
 class AnyReader(StorageReader):
@@ -395,12 +393,7 @@ def clean_up(folder: str | os.PathLike[str]) -> list[str]:
     Returns:
         What was done, one line each.
     """
-    parent, done = _absolute(folder), list[str]()
-    names = names_in(parent) if parent.is_dir() else ()
-    for name in sorted({found["name"] for found in map(_LEFT.fullmatch, names) if found}):
-        if not (parent / name).exists() or (parent / name / MANIFEST_NAME).is_file():  # a manager's steps are its own
-            done += recover(parent / name, resumable=False)
-    return done
+    return recover_in(_absolute(folder))
 
 
 def _settle(publication: LocalPublication, process: int) -> None:

@@ -12,7 +12,7 @@ _CODE = """
 import importlib, sys
 for name in {foreign}:
     sys.modules[name] = None  # as where it is not installed
-for name in ("transformers_trainer", "accelerate_state", "megatron_bridge"):
+for name in ("transformers_trainer", "accelerate_state", "deepspeed_checkpoints", "megatron_bridge"):
     importlib.import_module("mcore_rlhf.integrations." + name)
 from types import SimpleNamespace
 from mcore_rlhf.errors import Unsupported
