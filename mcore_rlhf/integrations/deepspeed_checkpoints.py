@@ -100,7 +100,7 @@ class Telling:
             raise failed
 
 
-class Committing(_Engine):
+class CommittingEngine(_Engine):
     """Stands before an engine's class: what it saves is written aside and published whole; what it loads was verified."""
 
     _mcore_rlhf_tags: Tags
@@ -124,7 +124,7 @@ class Committing(_Engine):
         def write(staging: Path) -> None:
             self.checkpoint_engine.saving = True
             try:
-                super(Committing, self).save_checkpoint(
+                super(CommittingEngine, self).save_checkpoint(
                     str(staging), name, client_state, False, exclude_frozen_parameters
                 )
             finally:
@@ -156,7 +156,7 @@ def attach(engine: Any, options: TagOptions | None = None) -> None:
     Raises:
         Unsupported: It has not what we stand around, or writes what cannot be published as a whole; nothing was changed.
     """
-    if isinstance(engine, Committing):
+    if isinstance(engine, CommittingEngine):
         return
     SEAM.check(type(engine))
     FILES.check(type(engine.checkpoint_engine))
@@ -171,7 +171,9 @@ def attach(engine: Any, options: TagOptions | None = None) -> None:
         )
     engine._mcore_rlhf_tags = Tags("deepspeed", options)
     engine.checkpoint_engine = Telling(engine.checkpoint_engine)
-    engine.__class__ = type(type(engine).__name__, (Committing, type(engine)), {"__module__": type(engine).__module__})
+    engine.__class__ = type(
+        type(engine).__name__, (CommittingEngine, type(engine)), {"__module__": type(engine).__module__}
+    )
 
 
 __all__ = ["TagOptions", "attach"]

@@ -147,7 +147,7 @@ class Tags:
         if latest:
             write_over(target.parent / latest, target.name.encode(), fsync=self.options.fsync)
 
-    def check(self, root: str | Path, tag: str | None, latest: str) -> None:
+    def check(self, root: str | Path, tag: str | None, latest: str = "") -> None:
         """See that what is to be loaded is what was committed. Where no manifest is, it is the trainer's own, and taken as it is.
 
         What killed saves left in the root is cleaned up first: a tag that was being replaced is put back.
@@ -155,7 +155,7 @@ class Tags:
         Args:
             root: The folder of all tags.
             tag: Which one; None for the one that is named in the root.
-            latest: The file that names it.
+            latest: The file that names it, where no tag is given.
 
         Raises:
             CheckpointError: It is damaged, or cannot be read; all that is wrong is named. On every rank.
@@ -181,14 +181,20 @@ class Tags:
         """The folder of the tag, on rank 0; None where nothing is to be checked."""
         if not self.world.is_rank0:
             return None
-        tracker = local_path(root).absolute() / latest
-        if tag is None and tracker.is_file():
-            text = reading.read_bytes(tracker, _LONGEST).decode(errors="replace").strip()
-            if not text:
-                raise NotACheckpoint(f"{tracker}: is empty\nGive the tag to load: {_there(tracker.parent)}.")
-            tag = canonical(text, tracker, "tag")
-        folder = None if tag is None else tracker.parent / str(tag)
+        place = local_path(root).absolute()
+        if tag is None:
+            tag = self._named_last(place / latest)
+        folder = None if tag is None else place / tag
         return folder if folder is not None and (folder / MANIFEST_NAME).is_file() else None
+
+    def _named_last(self, tracker: Path) -> str | None:
+        """The tag that a root names; None where there is no such file."""
+        if not tracker.is_file():
+            return None
+        text = reading.read_bytes(tracker, _LONGEST).decode(errors="replace").strip()
+        if not text:
+            raise NotACheckpoint(f"{tracker}: is empty\nGive the tag to load: {_there(tracker.parent)}.")
+        return canonical(text, tracker, "tag")
 
     def _mine(self, folder: Path) -> list[Problem]:
         """What is wrong with this rank's share."""
