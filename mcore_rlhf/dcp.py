@@ -8,13 +8,14 @@ parallel and plain models are filled alike, resharding as they read. Source: tor
 
 ``dcp.save`` has the coordinating rank hand every rank its plan, has all of them write, and hands the coordinator what they say of it: no
 more words are needed here, and there are no collectives of our own. Source: torch 2.13.0, ``state_dict_saver.py`` (``_save_state_dict``),
-``filesystem.py`` (``_FileSystemWriter``), ``utils.py`` (``_DistWrapper``); run with 2.6.0, too.
+``filesystem.py`` (``_FileSystemWriter``), ``utils.py`` (``_DistWrapper``); run with 2.6.0, 2.9.1 and 2.15.0, too.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -61,6 +62,8 @@ from mcore_rlhf.weights import Wanted, read
 
 LOG = log_of("mcore_rlhf.dcp")
 _METADATA = ".metadata"
+_ENDS_S = 1.0
+"""How long a thread may take to end whose save has."""
 
 
 class AnyReader(StorageReader):
@@ -253,11 +256,12 @@ class Writer(FileSystemWriter):
             overwrite=overwrite,
         )
         self._publication: LocalPublication | None = None
+        self._thread: threading.Thread | None = None
         self._ending: weakref.finalize[..., Writer] | None = None
 
     def __getstate__(self) -> dict[str, object]:
         """For the process of an ``async_save``; a save that has begun stays here."""
-        return {**self.__dict__, "_publication": None, "_ending": None}
+        return {**self.__dict__, "_publication": None, "_thread": None, "_ending": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -281,8 +285,9 @@ class Writer(FileSystemWriter):
         """A new save begins; what is left of one that failed is removed.
 
         Raises:
-            UsageError: No path was given, or ranks are not to hear of each other.
+            UsageError: No path was given, ranks are not to hear of each other, or a save with this writer goes on.
         """
+        self._refuse_while_saving()
         self._end()
         if self._target is None:
             raise UsageError("Writer: no path was given\nGive it one, or give checkpoint_id to dcp.save.")
@@ -290,6 +295,19 @@ class Writer(FileSystemWriter):
             raise UsageError(
                 "use_collectives=False: no rank would know when all have written, and the folder could not appear as a whole\n"
                 "Leave it out, or save with torch's FileSystemWriter."
+            )
+
+    def _refuse_while_saving(self) -> None:
+        """A save that failed on another rank before that wrote has left as much as one that goes on; but its thread has ended."""
+        thread = self._thread
+        if self._publication is None or thread in (None, threading.current_thread(), threading.main_thread()):
+            return
+        assert thread is not None
+        thread.join(_ENDS_S)
+        if thread.is_alive():
+            raise UsageError(
+                f"Writer: the save of {self._publication.target} has not ended\n"
+                "Wait for the future of async_save, or give every save a Writer of its own."
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -311,7 +329,7 @@ class Writer(FileSystemWriter):
             )
         publication = LocalPublication(self._target, self.overwrite, self.sync_files, is_checkpoint)
         publication.__enter__()
-        self._publication = publication
+        self._publication, self._thread = publication, threading.current_thread()
         # torch tells nobody that another rank has failed before it wrote, or that the save was interrupted.
         self._ending = weakref.finalize(self, _settle, publication, os.getpid())
         folder = str(publication.staging)
@@ -322,13 +340,13 @@ class Writer(FileSystemWriter):
         results: list[WriteResult] = []
         try:
             place = self._place(plan)
-            self.path = Path(place.folder)
+            self.path = folder = Path(place.folder)
             results = super().write_data(plan, planner).wait()
             if len(results) != len(plan.items):  # a thread of torch's that fails says so nowhere else
                 raise Incomplete(
                     f"{len(results)} of {len(plan.items)} items were written; this rank's output says why a thread ended"
                 )
-            files = sorted(path for path in self.path.iterdir() if path.name.startswith(place.prefix))
+            files = sorted(path for path in folder.iterdir() if path.name.startswith(place.prefix))
             share = _Share({path.name: _entry(path) for path in files})
         except Exception as error:
             LOG.exception("%s: not saved", self._target)
@@ -379,7 +397,7 @@ class Writer(FileSystemWriter):
         """Settle what was begun, whether it was committed or not."""
         if self._ending is not None:
             self._ending()
-        self._publication = self._ending = None
+        self._publication = self._ending = self._thread = None
 
 
 def clean_up(folder: str | os.PathLike[str]) -> list[str]:
