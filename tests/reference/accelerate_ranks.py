@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from mcore_rlhf.integrations.accelerate_state import TagOptions, attach
 
@@ -24,6 +25,10 @@ def new(how: str, seed: int) -> tuple[Any, Any, Any]:
     """An accelerator, a model and its optimizer."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False) if how == "fsdp2" else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    if plugin is not None:  # accelerate takes one on accelerators alone: ``state.py``, ``AcceleratorState.__init__``
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+        assert accelerator.is_fsdp2
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -157,3 +157,5 @@ def test_two_ranks(tmp_path: Path, how: str) -> None:
         assert rank == 1 or "failed on rank 1" in seen["failed"]
         assert seen["there"] == ["a", "b"]
         assert seen["again"] == seen["whole"]
+    wrote = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
+    assert ("model.safetensors" in wrote, "pytorch_model_fsdp_0" in wrote) == (how == "ddp", how == "fsdp2")
