@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.convert import is_checkpoint
-from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problem, Problems, UsageError, log_of
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    NotACheckpoint,
+    Problem,
+    Problems,
+    UsageError,
+    log_of,
+)
 from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import Beneath, make_folder, remove, write_over
@@ -244,8 +253,9 @@ def _there(root: Path, but: str = "") -> str:
     found = []
     for folder in sorted(root.iterdir()):
         file = folder / MANIFEST_NAME
-        if folder.name != but and file.is_file() and not check(folder, Manifest.read(file), sizes_only=True):
-            found.append(folder.name)
+        with suppress(CheckpointError):  # whatever is wrong with it, it is none of them
+            if folder.name != but and file.is_file() and not check(folder, Manifest.read(file), sizes_only=True):
+                found.append(folder.name)
     return ", ".join(found) or "none"
 
 
