@@ -8,7 +8,7 @@ is kept; and events. Every trainer's seam (``mcore_rlhf.integrations``) uses thi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,8 @@ from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import Beneath, make_folder, move, write_over
 from mcore_rlhf.storage.links import enclose
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file, provenance
-from mcore_rlhf.storage.paths import local_path, refused, walk
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
+from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.trainers.known import trainer_named
@@ -32,14 +32,13 @@ from .run.events import EVENTS_NAME, EventLog
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
 from .run.root import RootLock, open_root
+from .run.together import Together, Write
 from .run.world import World
 from .trainer_root import TrainerRoot
 
 OURS = "mcore_rlhf"
 """A folder in a step, of what we add to its trainer's files."""
 _LONGEST_TRACKER = 1 << 20
-Write = Callable[[Path], None]
-"""Has the trainer write its files into a folder; called on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,31 +237,21 @@ class TrainerSteps:
         self, step: int, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]
     ) -> Path:
         started, target = time.monotonic(), self.root.folder_of(step)
-        publication = self.world.on_all_ranks(f"beginning {target}", partial(self._begun, target))
-        try:
-            staging = self.world.broadcast(None if publication is None else publication.staging)
-            assert staging is not None
-            self.world.on_all_ranks(f"writing {target}", partial(write, staging))
-            self.reporter.say("save", step, stall_s=time.monotonic() - started)
-            self.world.on_all_ranks(f"writing {target}", partial(self._lift, staging, *places))
-            names = self.world.broadcast(self.world.on_all_ranks(f"checking {target}", partial(self._names, staging)))
-            mine = names[self.world.rank :: self.world.size]
-            entries = self.world.all_gather(
-                self.world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine))
-            )
-            files = {name: one for some in entries for name, one in some.items()}
-            self.world.on_all_ranks(f"publishing {target}", partial(self._publish, publication, step, files, metrics))
-        finally:
-            if publication is not None:
-                publication.__exit__(None, None, None)
-        nbytes, seconds = sum(one.nbytes for one in files.values()), time.monotonic() - started
+        folder = Together(
+            self.world,
+            target,
+            partial(self._begun, target),
+            partial(self._arrange, *places),
+            partial(self._manifest, step, metrics),
+            lambda: self.reporter.say("save", step, stall_s=time.monotonic() - started),
+        )
+        nbytes = folder.publish(write)
+        seconds = time.monotonic() - started
         if self.world.is_rank0:
             self.reporter.say("commit", step, seconds=seconds, bytes=nbytes, gb_per_s=nbytes / max(seconds, 1e-9) / 1e9)
         return target
 
-    def _begun(self, target: Path) -> LocalPublication | None:
-        if not self.world.is_rank0:
-            return None
+    def _begun(self, target: Path) -> LocalPublication:
         assert self._lock is not None
         self._lock.hold()
         if self.options.on_existing == "refuse":
@@ -275,10 +264,11 @@ class TrainerSteps:
             self.reporter.say("clean", None, line)
         return made
 
-    def _lift(self, staging: Path, within: str, trackers: Collection[str]) -> None:
-        """Move up what the trainer wrote into a folder of the step's name, and its trackers into one of ours."""
-        if not self.world.is_rank0:
-            return
+    def _arrange(self, within: str, trackers: Collection[str], staging: Path) -> None:
+        """Move up what the trainer wrote into a folder of the step's name, and its trackers into one of ours.
+
+        What its trainer would not take for a step of its own is not published.
+        """
         with Beneath(staging) as folder:
             inner = staging / within
             for path in sorted(inner.iterdir()) if within and inner.is_dir() else ():
@@ -289,6 +279,12 @@ class TrainerSteps:
                 if (staging / name).is_file():
                     folder.make(OURS)
                     folder.move(name, f"{OURS}/{name}")
+        trainer = self.root.trainer
+        if not trainer.wrote(staging) or (missing := trainer.missing(staging)):
+            lacking = ", ".join(missing if trainer.wrote(staging) else trainer.marks)
+            raise Incomplete(
+                f"{staging}: {trainer.title} wrote no step of its own: {lacking} is not there; nothing was published"
+            )
 
     def track(self, folder: Path, trackers: Collection[str]) -> None:
         """Lay a committed step's trackers into the root, for the trainer's own look-up; rank 0 does."""
@@ -297,39 +293,8 @@ class TrainerSteps:
             if kept.is_file():
                 write_over(self.root.path / name, reading.read_bytes(kept, _LONGEST_TRACKER), fsync=self.options.fsync)
 
-    def _names(self, staging: Path) -> list[str]:
-        """The step's files. What its trainer would not take for a step of its own is not published."""
-        if not self.world.is_rank0:
-            return []
-        trainer = self.root.trainer
-        if not trainer.wrote(staging) or (missing := trainer.missing(staging)):
-            lacking = ", ".join(missing if trainer.wrote(staging) else trainer.marks)
-            raise Incomplete(
-                f"{staging}: {trainer.title} wrote no step of its own: {lacking} is not there; nothing was published"
-            )
-        names = [
-            (folder / name).relative_to(staging).as_posix()
-            for folder, files in walk(staging, refused)
-            for name in files
-        ]
-        if links := [name for name in names if (staging / name).is_symlink()]:
-            raise Incomplete(
-                f"{staging}: {', '.join(links)}: is a link, and would not be the step's own file; nothing was published"
-            )
-        return names
-
-    def _publish(
-        self,
-        publication: LocalPublication | None,
-        step: int,
-        files: Mapping[str, FileEntry],
-        metrics: Mapping[str, float],
-    ) -> None:
-        if publication is not None:
-            publication.commit(self._manifest(step, publication.staging, files, metrics))
-
     def _manifest(
-        self, step: int, staging: Path, files: Mapping[str, FileEntry], metrics: Mapping[str, float]
+        self, step: int, metrics: Mapping[str, float], staging: Path, files: Mapping[str, FileEntry]
     ) -> Manifest:
         trainer = self.root.trainer
         places = {role: staging / name if name else staging for role, names in trainer.roles.items() for name in names}
@@ -392,11 +357,6 @@ def _known(name: str) -> Trainer:
     if found is None:
         raise UsageError(f"trainer: {name!r} is not known: mcore-rlhf has no table of how its steps are called")
     return found
-
-
-def _entries(staging: Path, names: list[str]) -> dict[str, FileEntry]:
-    """Lengths and checksums, as the files are read back: what is in the manifest is what the disk has."""
-    return {name: FileEntry((staging / name).stat().st_size, crc_of_file(staging / name)) for name in names}
 
 
 __all__ = ["StepOptions", "TrainerSteps"]

@@ -41,6 +41,7 @@ from ..errors import CheckpointError, Unreadable
 from .beneath import is_own, remove
 from .manifest import Manifest
 from .paths import storage_error
+from .patience import names_in
 
 MANIFEST_NAME = "mcore_rlhf.json"
 JOINED = "joined"
@@ -48,6 +49,7 @@ JOINED = "joined"
 _NOTE_NBYTES = 256
 PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds that are waited in turn; together far longer than a living process takes to replace a folder."""
+_LEFT = re.compile(r"\.(?P<name>.+)\.(lock|old)-[0-9]+-[0-9a-f]+")
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
 
@@ -268,6 +270,22 @@ def recover(
         remove_joined(folder)
         done.append(f"removed {folder}: {target} was published of it")
     return done
+
+
+def recover_in(folder: Path, manifest_name: str = MANIFEST_NAME) -> list[str]:
+    """Clean up what dead processes left of every target in a folder; what has another manifest, or can be gone on with, stays.
+
+    Args:
+        folder: Where the targets lie; it need not be there.
+        manifest_name: Name of the manifest in each.
+
+    Returns:
+        What was done, one line each.
+    """
+    names = names_in(folder) if folder.is_dir() else []
+    found = sorted({left["name"] for left in map(_LEFT.fullmatch, names) if left})
+    ours = [name for name in found if not (folder / name).exists() or (folder / name / manifest_name).is_file()]
+    return [line for name in ours for line in recover(folder / name, manifest_name, resumable=False)]
 
 
 def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:

@@ -356,6 +356,7 @@ _OTHER_THINGS = {
     "demo/train.py": "a package",
     "demo/rl/options.py": "a framework that trains",
     "manager/config/sections.py": "frameworks that train",
+    "integrations/deepspeed_checkpoints.py": "a package, and who saves",
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,3 +146,81 @@ def test_it_works_where_nothing_else_is(bin_folder: Path, tmp_path: Path) -> Non
         assert _run(bin_folder / f"mcore-rlhf-{script}", "--help", cwd=tmp_path).returncode == 0
     torch = _run(bin_folder / "python", "-c", "import torch", cwd=tmp_path)
     assert "No module named 'torch'" in torch.stderr  # none of it needed torch
+
+
+@pytest.fixture(scope="module")
+def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel alone, in a folder; what it asks for is this interpreter's."""
+    folder = tmp_path_factory.mktemp("installed")
+    install = ("install", "-q", "--no-deps", "--no-compile", "--target", folder, built["wheel"])
+    done = _run(sys.executable, "-m", "pip", *install, cwd=folder)
+    if "No module named pip" in done.stderr:
+        pytest.skip("this environment has no pip")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+_TRAINERS = {"vllm", "torchtitan", "accelerate", "trl", "verl", "lightning"}
+"""Packages that there are seams for, and which are nobody's extra."""
+_IMPORTED_AS = {"megatron_core": "megatron"}
+_LOAD = """
+import importlib.metadata, json, sys
+folder, absent = sys.argv[1], json.loads(sys.argv[2])
+for name in absent:
+    assert name not in sys.modules, name
+    sys.modules[name] = None  # as where it is not installed
+sys.path.insert(0, folder)
+import mcore_rlhf
+assert mcore_rlhf.__file__.startswith(folder), mcore_rlhf.__file__
+(ours,) = (one for one in importlib.metadata.distributions(path=[folder]) if one.name == "mcore_rlhf")
+found = []
+for entry in ours.entry_points:
+    assert callable(entry.load()), entry
+    found.append([entry.group, entry.name, entry.value])
+print(json.dumps(found))
+"""
+
+
+def _extras(folder: Path) -> set[str]:
+    """What the package asks for in extras alone, as it is imported."""
+    (about,) = folder.glob("mcore_rlhf-*.dist-info/METADATA")
+    asked = [line.partition(": ")[2] for line in about.read_text().splitlines() if line.startswith("Requires-Dist: ")]
+    names = {re.split(r"[^\w.-]", line)[0].replace("-", "_") for line in asked if "extra ==" in line}
+    needed = {re.split(r"[^\w.-]", line)[0].replace("-", "_") for line in asked if "extra ==" not in line}
+    assert {"torch", "megatron_core", "deepspeed", "transformers"} <= names
+    return {_IMPORTED_AS.get(name, name) for name in names - needed} - {"mcore_rlhf"}
+
+
+def test_every_entry_point_loads_and_the_package_needs_no_extra(installed: Path, tmp_path: Path) -> None:
+    """Where nothing is that an extra would bring, and no trainer: vLLM loads the plugins of every package, whoever installed it."""
+    absent = json.dumps(sorted(_extras(installed) | _TRAINERS))
+    done = _run(sys.executable, "-c", _LOAD, installed, absent, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {(group, name, value) for group, name, value in json.loads(done.stdout)} == _declared()
+
+
+def _declared() -> set[tuple[str, str, str]]:
+    """The entry points of ``pyproject.toml``; the oldest Python has no reader of it."""
+    text = (PROJECT / "pyproject.toml").read_text(encoding="utf-8")
+    tables = re.findall(r'^\[project\.(scripts|entry-points\."([\w.]+)")\]\n((?:[\w-]+ = .*\n)+)', text, re.MULTILINE)
+    assert text.count("\n[project.entry-points") + text.count("\n[project.scripts]") == len(tables) > 1
+    return {
+        (group or "console_scripts", name, value)
+        for _, group, lines in tables
+        for name, value in re.findall(r'^([\w-]+) = "(.*)"$', lines, re.MULTILINE)
+    }
+
+
+def test_every_command_is_there(installed: Path, tmp_path: Path) -> None:
+    commands = {name for group, name, _ in _declared() if group == "console_scripts"}
+    assert commands == {path.name for path in (installed / "bin").iterdir()}
+    for name in sorted(commands):
+        code = f"import runpy, sys; sys.path.insert(0, {str(installed)!r}); sys.argv = [{name!r}, '--help']; "
+        done = _run(
+            sys.executable,
+            "-c",
+            f"{code}runpy.run_path({str(installed / 'bin' / name)!r}, run_name='__main__')",
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Usage" in done.stdout or "usage" in done.stdout

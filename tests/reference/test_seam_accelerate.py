@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from mcore_rlhf.errors import StorageError, Unsupported
-from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions
+from mcore_rlhf.cli.app import app
+from mcore_rlhf.errors import Corrupt, StorageError, Unsupported
+from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, attach
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
 from tests.trainers import hf_runs
@@ -98,3 +104,58 @@ def test_folders_that_accelerate_chooses(tmp_path: Path) -> None:
         chosen = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
         with pytest.raises(Unsupported, match="automatic_checkpoint_naming"):
             CommittedState(Accelerator(cpu=True, project_config=chosen), tmp_path)
+        with pytest.raises(Unsupported, match="automatic_checkpoint_naming"):
+            attach(Accelerator(cpu=True, project_config=chosen))
+
+
+def test_a_script_that_stays_as_it_is(tmp_path: Path) -> None:
+    """Folders are the script's own; what was killed between two renames is put back before accelerate looks for it."""
+    from accelerate import Accelerator
+
+    with hf_runs.on_cpu():
+        accelerator, counter = Accelerator(cpu=True), Counter()
+        kind = type(accelerator)
+        accelerator.prepare(torch.nn.Linear(3, 2))
+        accelerator.register_for_checkpointing(counter)
+        attach(accelerator)
+        attach(accelerator)
+        assert type(accelerator).__mro__[2] is kind
+        for counter.seen in (1, 2):
+            for name in ("epoch_1", "last"):
+                assert accelerator.save_state(tmp_path / name) == tmp_path / name
+        assert {path.name for path in tmp_path.iterdir()} == {"epoch_1", "last"}
+        done = CliRunner().invoke(app, ["verify", str(tmp_path / "last")])
+        assert done.exit_code == 0, done.output
+        assert "the CRC-32 of every file in the manifest" in done.output
+        counter.seen = 9
+        os.rename(tmp_path / "last", tmp_path / ".last.old-1700000000000-0123abcd")
+        accelerator.load_state(tmp_path / "last")
+        assert counter.seen == 2
+        counter.seen = 9
+        with (tmp_path / "last" / "custom_checkpoint_0.pkl").open("r+b") as file:
+            file.write(b"?")
+        with pytest.raises(Corrupt, match=r"custom_checkpoint_0.pkl: is damaged(.|\n)*as a whole: epoch_1"):
+            accelerator.load_state(str(tmp_path / "last"))
+        assert counter.seen == 9
+        with pytest.raises(ValueError, match="does not exist"):  # accelerate's own
+            accelerator.load_state(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_ranks(tmp_path: Path, how: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.reference.accelerate_ranks", how, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        assert seen["resumed"] == seen["whole"]
+        assert seen["failed"].startswith("StorageError: writing")
+        assert "Input/output error" in seen["failed"]
+        assert rank == 1 or "failed on rank 1" in seen["failed"]
+        assert seen["there"] == ["a", "b"]
+        assert seen["again"] == seen["whole"]
+    wrote = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
+    assert ("model.safetensors" in wrote, "pytorch_model_fsdp_0" in wrote) == (how == "ddp", how == "fsdp2")

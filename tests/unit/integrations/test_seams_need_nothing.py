@@ -23,7 +23,8 @@ _CODE = """
 import importlib, sys
 for name in {foreign}:
     sys.modules[name] = None  # as where it is not installed
-for name in ("transformers_trainer", "accelerate_state", "megatron_bridge", "miles", "nemo_rl", "verl_trainer"):
+NAMES = "accelerate_state deepspeed_checkpoints megatron_bridge miles nemo_rl transformers_trainer verl_trainer"
+for name in NAMES.split():
     importlib.import_module("mcore_rlhf.integrations." + name)
 from types import SimpleNamespace
 from mcore_rlhf.errors import Unsupported

@@ -1,0 +1,107 @@
+"""One folder that all ranks of a world write into: aside, read back for its checksums, published with a manifest by one rename.
+
+A trainer's own code does the writing, and says nothing of what it wrote: whatever lies there when all ranks have returned is the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_rlhf.errors import Incomplete
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
+from mcore_rlhf.storage.paths import refused, walk
+from mcore_rlhf.storage.publish import LocalPublication
+
+from .world import World
+
+T = TypeVar("T")
+Write = Callable[[Path], None]
+"""Has the trainer write its files into a folder; called on every rank."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A folder of which every rank writes a part. All of it but :meth:`publish` is done on rank 0.
+
+    Args:
+        world: Who writes.
+        target: Where the folder appears.
+        begin: Checks the target, and begins.
+        arrange: Puts what was written where it belongs, and refuses what nobody could load.
+        manifest: Describes the folder, of which the files are given.
+        written: Hears, on every rank, that all have written.
+    """
+
+    world: World
+    target: Path
+    begin: Callable[[], LocalPublication]
+    arrange: Callable[[Path], None]
+    manifest: Callable[[Path, Mapping[str, FileEntry]], Manifest]
+    written: Callable[[], None] = _nothing
+
+    def publish(self, write: Write) -> int:
+        """Have all ranks write, and publish what they wrote. Collective.
+
+        Args:
+            write: Called on every rank with the hidden folder.
+
+        Returns:
+            How many bytes it is.
+
+        Raises:
+            Exception: What was raised, on the rank that it was; a CheckpointError on all others. Nothing is published.
+        """
+        target, world = self.target, self.world
+        publication = world.on_all_ranks(f"beginning {target}", partial(self._on_rank_0, self.begin))
+        try:
+            staging = world.broadcast(None if publication is None else publication.staging)
+            assert staging is not None
+            world.on_all_ranks(f"writing {target}", partial(write, staging))
+            self.written()
+            world.on_all_ranks(f"writing {target}", partial(self._on_rank_0, partial(self.arrange, staging)))
+            listing = partial(self._on_rank_0, partial(_names, staging))
+            names = world.broadcast(world.on_all_ranks(f"checking {target}", listing)) or []
+            mine = names[world.rank :: world.size]
+            entries = world.all_gather(world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine)))
+            files = {name: one for some in entries for name, one in some.items()}
+            world.on_all_ranks(f"publishing {target}", partial(self._commit, publication, files))
+        finally:
+            if publication is not None:
+                publication.__exit__(None, None, None)
+        return sum(one.nbytes for one in files.values())
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T | None:
+        return action() if self.world.is_rank0 else None
+
+    def _commit(self, publication: LocalPublication | None, files: Mapping[str, FileEntry]) -> None:
+        if publication is not None:
+            publication.commit(self.manifest(publication.staging, files))
+
+
+def _names(staging: Path) -> list[str]:
+    found = [
+        path.relative_to(staging).as_posix()
+        for folder, files in walk(staging, refused)
+        for path in map(folder.joinpath, files)
+    ]
+    if links := [name for name in found if (staging / name).is_symlink()]:
+        raise Incomplete(
+            f"{staging}: {', '.join(links)}: is a link, and would not be the step's own file; nothing was published"
+        )
+    return found
+
+
+def _entries(staging: Path, names: list[str]) -> dict[str, FileEntry]:
+    """Lengths and checksums, as the files are read back: what is in the manifest is what the disk has."""
+    return {name: FileEntry((staging / name).stat().st_size, crc_of_file(staging / name)) for name in names}
+
+
+__all__ = ["Together", "Write"]
