@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.test_resume_check_pytest import TESTS, TRAINER, run_pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDENS = PROJECT / "tests" / "goldens" / "megatron"
@@ -144,3 +147,18 @@ def test_it_works_where_nothing_else_is(bin_folder: Path, tmp_path: Path) -> Non
         assert _run(bin_folder / f"mcore-rlhf-{script}", "--help", cwd=tmp_path).returncode == 0
     torch = _run(bin_folder / "python", "-c", "import torch", cwd=tmp_path)
     assert "No module named 'torch'" in torch.stderr  # none of it needed torch
+
+
+def test_the_fixture_of_resume_check_is_there_for_any_test(wheel: Path, tmp_path: Path) -> None:
+    site, project = tmp_path / "site", tmp_path / "project"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    project.mkdir()
+    (project / "train.py").write_text(TRAINER)
+    (project / "test_resume.py").write_text(TESTS)
+    assert (
+        run_pytest(project, "--fixtures", path=site).stdout.count("resume_check -- ") == 1
+    )  # found by its entry point
+    done = run_pytest(project, "-k", "good or generator", path=site)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"first difference: metrics: step [34]/loss", done.stdout)
