@@ -28,9 +28,9 @@ from mcore_rlhf.manager.prove.command import RunPlaces, Template
 from mcore_rlhf.manager.prove.compare import Finding, Tally
 from mcore_rlhf.manager.prove.control import make_control
 from mcore_rlhf.manager.prove.facts import facts_of, write_by_rank
-from mcore_rlhf.manager.prove.killing import Moment, root_of
+from mcore_rlhf.manager.prove.killing import Moment
+from mcore_rlhf.manager.prove.places import committed, root_of
 from mcore_rlhf.manager.prove.profiles import EXACT, profile_named
-from mcore_rlhf.manager.run import steps as steps_of
 from mcore_rlhf.storage.beneath import scratch_folder
 from mcore_rlhf.storage.paths import local_path
 
@@ -197,11 +197,11 @@ def break_copy(source: Path, target: Path, options: CheckOptions) -> None:
         CheckpointError: The run has committed nothing, or the target exists.
     """
     source, target = local_path(source).absolute(), local_path(target).absolute()
-    committed = steps_of.committed(root_of(source))
-    if not committed:
+    whole = committed(root_of(source))
+    if not whole:
         raise UsageError(f"{source}: has committed no step yet")
-    broken = make_control(source, target, committed[-1].step, options.stubs, coarse=options.coarse)
-    say(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
+    broken = make_control(source, target, whole[-1], options.stubs, coarse=options.coarse)
+    say(f"{target}: a copy of {source} with step {whole[-1]} alone, and broken: {broken}")
 
 
 def print_commands(template: Template, folder: Path, options: CheckOptions) -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.run.steps import is_committed, read_manifest, step_folder
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.paths import storage_error
 
 from .command import Command, RunPlaces, Template, metrics_by_rank, metrics_of
-from .compare import Finding, Ignored, StateComparison, StepComparer, Tally
+from .compare import Finding, StateComparison, StepComparer, Tally
 from .control import Broken, copy_run, make_control
-from .killing import Kill, KillPlan, Moment, Watch, require_committed, root_of, span
+from .ignored import Ignored
+from .killing import Kill, KillPlan, Moment, Watch, span
 from .metrics import MetricsComparer, MetricsComparison
+from .places import is_committed, require_committed, root_of, step_in, written_at
 from .profiles import EXACT, Off, Profile
 
 Verdict = Literal["exact", "within", "different", "blind", "no control"]
@@ -236,7 +237,7 @@ class CheckOptions:
         runs: How many runs are killed, each at a moment of its own.
         seed: Draws the moments.
         timeout: Seconds that one start of the command may take.
-        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.compare.VALUES`.
+        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.ignored.VALUES`.
         stubs: Pickled classes to load as inert stubs.
         profile: How far values may be off.
     """
@@ -344,10 +345,11 @@ class ResumeCheck:
         """
         places = replace(self._places("D"), again=True)
         copy = copy_run(source.output, places.output, step)
-        saved = step_folder(root_of(source.output), step)
-        self._to_the_end(places, "", f"loads step {step}, and saves it again before the first update", last=step)
+        saved = step_in(root_of(source.output), step)
+        before = written_at(copy)
+        self._to_the_end(places, "", f"loads step {step}, and saves it again before the first update")
         require_committed(copy.parent, step, "run D")
-        if read_manifest(copy).transaction == read_manifest(saved).transaction:
+        if written_at(copy) == before:
             raise UsageError(
                 f"run D was told by {{again}} to load step {step}, to save it again and to end, and did not save it\n"
                 f"After loading, where {{again}} is 1: save at the step that was loaded. Its log: {places.log()}"
@@ -433,7 +435,7 @@ class ResumeCheck:
 
     def _compared_before(self, whole: RunPlaces, other: RunPlaces, step: int) -> StateComparison | None:
         """Compare what the kill left with what the uninterrupted run had then, where it has kept that."""
-        folders = [step_folder(root_of(run.output), step) for run in (whole, other)]
+        folders = [step_in(root_of(run.output), step) for run in (whole, other)]
         if not all(is_committed(folder) for folder in folders):
             return None
         ignored = Ignored(self.options.ignore)

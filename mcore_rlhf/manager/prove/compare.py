@@ -1,14 +1,10 @@
-"""Comparing a step of one run with the same step of another: every file, every value, bit by bit.
-
-What differs although nothing is wrong stands here too: the whole list, and why each is on it.
-"""
+"""Comparing a step of one run with the same step of another: every file, every value, bit by bit."""
 
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,36 +14,18 @@ import numpy as np
 from mcore_rlhf.core.cast import as_floats
 from mcore_rlhf.core.catalog import FLOATING, dtype_of
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
+from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import NAMESPACES, StoredArray, StoredTensor, Stub
 from mcore_rlhf.storage.torch_values import SmallTensor
 
+from .ignored import Ignored
+from .places import checked_files
 from .profiles import EXACT, Off, Profile, between, decimal
 
 _MOST = 1000
-
-VALUES: tuple[tuple[str, str, str], ...] = (
-    ("manifest.json", "transaction", "the identity of a commit"),
-    ("manifest.json", "crc32", "of the manifest as a whole"),
-    ("manifest.json", "provenance/time", "a time of day"),
-    ("manifest.json", "report/*seconds", "how long something took"),
-    ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),
-    ("manifest.json", "files/*/bytes", "of the file as a whole; its content is compared value by value"),
-    ("*.pt", "args/iteration", "where this process started; Megatron takes the step from elsewhere in the file"),
-    ("*.pt", "args/master_addr", "the launcher's"),
-    ("*.pt", "args/master_port", "the launcher's"),
-    ("*.pt", "args/rdzv_*", "the launcher's"),
-)
-"""File, key and reason. Paths into a run's own folder need no entry: they are compared as if the folder were one."""
-
-METRICS: tuple[str, ...] = (
-    "time", "timestamp", "wall_time", "elapsed", "seconds", "*_seconds", "step_time", "*_per_second", "tokens_per_sec",
-)  # fmt: skip
-"""Names of metrics that are measured by a clock."""
 
 _ABSENT = object()
 
@@ -127,27 +105,6 @@ def shown(value: object, width: int = 60) -> str:
     """A value in one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """What is not compared.
-
-    Args:
-        patterns: ``FILE:KEY`` with ``*``, besides the list; ``metrics:NAME`` for a metric.
-    """
-
-    patterns: Sequence[str] = ()
-
-    def value(self, file: str, key: str) -> bool:
-        """Whether a value of a step may differ."""
-        listed = any(fnmatchcase(file, name) and fnmatchcase(key, pattern) for name, pattern, _ in VALUES)
-        return listed or any(fnmatchcase(f"{file}:{key}", pattern) for pattern in self.patterns)
-
-    def metric(self, name: str) -> bool:
-        """Whether a metric may differ."""
-        listed = any(fnmatchcase(name, pattern) for pattern in METRICS)
-        return listed or any(fnmatchcase(f"metrics:{name}", pattern) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,17 +248,17 @@ class StoredBytes:
     """The bytes of one file's tensors.
 
     Args:
-        pt: The file, opened.
+        pt: The file, opened; None where every tensor lies in one piece.
         mapped: Its bytes.
     """
 
-    pt: PtFile
+    pt: PtFile | None
     mapped: ByteSource
 
     def windows(self, tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor's elements in logical order, as flat arrays of bytes; a window is valid until the next one."""
         nbytes = prod(tensor.shape) * tensor.record.dtype.itemsize
-        if not is_contiguous(tensor):
+        if self.pt is not None and not is_contiguous(tensor):
             whole = _bytes_of(self.pt, tensor)
             yield from (whole[at : at + _WINDOW_NBYTES] for at in range(0, nbytes, _WINDOW_NBYTES))
             return
@@ -414,10 +371,8 @@ class StepComparer:
         Raises:
             CheckpointError: One of the two is damaged, or holds what may not be loaded.
         """
-        for folder in (a, b):
-            check(folder, read_manifest(folder)).raise_if_any()
         result = StateComparison()
-        files = [{*read_manifest(folder).files, MANIFEST} for folder in (a, b)]
+        files = [checked_files(folder) for folder in (a, b)]
         for file in sorted(files[0] | files[1]):
             if file in files[0] and file in files[1]:
                 result.files += 1
@@ -428,12 +383,16 @@ class StepComparer:
         return result
 
     def _compare_file(self, file: str, a: Path, b: Path, tally: Tally) -> None:
-        if file.endswith(".pt"):
+        if file.endswith((".pt", ".pth")):
             self._compare_pt(file, a, b, tally)
         elif file.endswith(".json"):
             replace(self._leaves(file, _no_tensors, tally), profile=self.profile).compare(
                 _json(a / file), _json(b / file)
             )
+        elif file.endswith(".safetensors"):
+            self._compare_safetensors(file, a, b, tally)
+        elif self.ignored.value(file, ""):
+            tally.ignored += 1
         else:
             _compare_bytes(file, a, b, tally)
 
@@ -443,6 +402,13 @@ class StepComparer:
             differ = TensorDiffer(StoredBytes(first, bytes_a), StoredBytes(second, bytes_b))
             leaves = self._leaves(file, differ, tally)
             replace(leaves, profile=self.profile, distance=differ.distance).compare(first.tree, second.tree)
+
+    def _compare_safetensors(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+        first, second = (read_safetensors(folder, file) for folder in (a, b))
+        with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
+            differ = TensorDiffer(StoredBytes(None, bytes_a), StoredBytes(None, bytes_b))
+            leaves = replace(self._leaves(file, differ, tally), profile=self.profile, distance=differ.distance)
+            leaves.compare(dict(first.tensors), dict(second.tensors))
 
     def _leaves(self, file: str, tensors: TensorComparer, tally: Tally) -> LeafComparer:
         return LeafComparer(file, tensors, self.ignored, (Neutral(self.outputs[0]), Neutral(self.outputs[1])), tally)

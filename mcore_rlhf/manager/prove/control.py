@@ -14,7 +14,7 @@ import numpy as np
 
 from mcore_rlhf.core.catalog import FLOATING, Record
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, step_folder, step_of
+from mcore_rlhf.manager.run.steps import is_hidden
 from mcore_rlhf.storage.beneath import Beneath, copy_file, copy_tree, new_folder, remove
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
@@ -26,7 +26,7 @@ from mcore_rlhf.storage.record_file import RecordFile
 
 from .command import metrics_by_rank, metrics_of
 from .compare import children
-from .killing import require_committed, root_of
+from .places import checked_files, manifest_in, number_of, read, require_committed, root_of
 
 _NOT_MODELS = ("data/", "rlhf/", "rng/")
 _PIECE_NBYTES = 16 << 20
@@ -91,20 +91,24 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
         StorageError: The file system refuses.
     """
     root = root_of(source)
-    require_committed(root, step, str(source))
+    folder = require_committed(root, step, str(source))
     try:
-        copy_tree(source, target, _other_steps(root, step), frozenset({step_folder(root, step)}))
+        copy_tree(source, target, _other_steps(root, step), frozenset({folder}))
         for rank, path in metrics_by_rank(
             source
         ).items():  # without the lines until the kill, a copy would differ by itself
             copy_file(path, metrics_of(target, rank))
     except OSError as error:
         raise storage_error(error, target, "copy to") from error
-    return step_folder(target / root.relative_to(source), step)
+    return target / folder.relative_to(source)
 
 
 def _other_steps(root: Path, step: int) -> frozenset[Path]:
-    return frozenset(path for path in root.iterdir() if is_hidden(path) or step_of(path) not in (None, step))
+    return frozenset(path for path in root.iterdir() if _is_other(path, step))
+
+
+def _is_other(path: Path, step: int) -> bool:
+    return path.is_dir() and (is_hidden(path) or number_of(path) not in (None, step))
 
 
 def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
@@ -125,7 +129,7 @@ def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
 
 
 def _model_files(folder: Path) -> list[str]:
-    names = sorted(read_manifest(folder).files)
+    names = sorted(checked_files(folder))
     return [name for name in names if name.endswith(".pt") and not name.startswith(_NOT_MODELS)]
 
 
@@ -190,5 +194,6 @@ def flipped(data: bytes, itemsize: int, *, coarse: bool = False) -> bytes:
 
 
 def _update_manifest(folder: Path, file: str, entry: FileEntry) -> None:
-    manifest = read_manifest(folder)
-    replace_text(folder / MANIFEST, replace(manifest, files={**manifest.files, file: entry}).to_json())
+    manifest, name = read(folder), manifest_in(folder)
+    if manifest is not None and name is not None:
+        replace_text(folder / name, replace(manifest, files={**manifest.files, file: entry}).to_json())

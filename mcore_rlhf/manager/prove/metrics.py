@@ -10,7 +10,8 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
-from .compare import Finding, Ignored, Tally, measured, shown
+from .compare import Finding, Tally, measured, shown
+from .ignored import Ignored
 from .profiles import EXACT, Profile, between, decimal
 
 STEP_NAMES = ("step", "global_step", "iteration")

@@ -96,6 +96,7 @@ def _rows(
             near_zero,
             "the metrics again, as transformers' Trainer keeps them",
         ),
+        Tolerance("*.json:report/metrics/*", metrics, near_zero, "the metrics again, as a manifest has them"),
         Tolerance("rng/*", 0.0, 0.0, "no rounding changes a generator"),
         Tolerance("*step", 0.0, 0.0, "a counter"),
         Tolerance("*grad_scaler*", 0.0, 0.0, "a power of two and counters"),
