@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_resume_check_pytest import TESTS, TRAINER, run_pytest
+from tests.distributed.test_resume_check_pytest import PLUGIN, TESTS, TRAINER, run_pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDENS = PROJECT / "tests" / "goldens" / "megatron"
@@ -159,6 +159,9 @@ def test_the_fixture_of_resume_check_is_there_for_any_test(wheel: Path, tmp_path
     assert (
         run_pytest(project, "--fixtures", path=site).stdout.count("resume_check -- ") == 1
     )  # found by its entry point
+    assert (
+        run_pytest(project, "-p", PLUGIN, "--fixtures", path=site).stdout.count("resume_check -- ") == 1
+    )  # and named too
     done = run_pytest(project, "-k", "good or generator", path=site)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert re.search(r"first difference: metrics: step [34]/loss", done.stdout)

@@ -55,6 +55,20 @@ def test_where_a_trainer_has_a_tracker_that_decides(tmp_path: Path) -> None:
     assert places.committed(tmp_path) == [1]
 
 
+def test_the_actor_of_openrlhf_is_a_run_whose_tracker_is_deepspeeds(tmp_path: Path) -> None:
+    for step in (1, 2):
+        folder = tmp_path / "_actor" / f"global_step{step}"
+        folder.mkdir(parents=True)
+        torch.save({"module": {"w": torch.ones(2)}}, folder / "mp_rank_00_model_states.pt")
+        (folder / "metric.json").write_text("{}")
+    (tmp_path / "_actor" / "latest").write_text("global_step1")
+    assert places.root_of(tmp_path) == tmp_path / "_actor"
+    assert places.committed(tmp_path / "_actor") == [1]
+    (tmp_path / "_critic" / "global_step1").mkdir(parents=True)
+    with pytest.raises(UsageError, match="2 folders hold steps: _actor, _critic"):
+        places.root_of(tmp_path)
+
+
 def test_our_own_steps_are_never_whole_without_their_manifest(tmp_path: Path) -> None:
     make_step(tmp_path, 1)
     step = make_step(tmp_path, 2)
