@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from .command import Command
-from .places import is_committed, is_step, number_aside, number_of, roots, step_in, written_at
+from .places import holds_ours, is_committed, is_step, number_aside, number_of, roots, step_in, written_at
 
 Moment = Literal["step-commit", "during-save", "random"]
 """``step-commit``: as soon as step N is committed. ``during-save``: while a later step is being written. ``random``: at any
@@ -83,8 +83,12 @@ class Watch:
         return [root / name for name in names if is_step(root / name)]
 
     def _find(self) -> Path | None:
+        """The root; looked for again as long as it has no step of ours, as another folder may only be called like a trainer's step."""
         if self._root is None:
-            self._root = next(iter(roots(self._output)), None)
+            found = next(iter(roots(self._output)), None)
+            if found is None or not holds_ours(found):
+                return found
+            self._root = found
         return self._root
 
 

@@ -43,12 +43,24 @@ def is_step(path: Path) -> bool:
     return number_of(path) is not None or number_aside(path) is not None
 
 
+def _is_ours(path: Path) -> bool:
+    return steps.step_of(path) is not None or steps.step_of_aside(path) is not None
+
+
+def holds_ours(root: Path) -> bool:
+    """Whether a folder has steps that are called as ours."""
+    try:
+        return any(_is_ours(root / name) for name in os.listdir(root))
+    except OSError:
+        return False
+
+
 def roots(output: Path) -> list[Path]:
     """All folders at or below ``output`` that hold steps: ours, or where none is ours, other trainers'. Steps are not looked into."""
     ours, others = [], []
     for parent, folders, _ in os.walk(output):
         paths = [Path(parent, name) for name in folders]
-        if any(steps.step_of(path) is not None or steps.step_of_aside(path) is not None for path in paths):
+        if any(map(_is_ours, paths)):
             ours.append(Path(parent))
         elif any(map(is_step, paths)):
             others.append(Path(parent))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -154,3 +155,21 @@ def test_every_row_has_a_reason_and_looser_profiles_are_looser() -> None:
         for a, b in zip(stricter.rows, looser.rows, strict=True):
             assert a.where == b.where
             assert a.relative <= b.relative
+
+
+def test_the_page_has_the_numbers_of_the_code() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/check-resume-in-ci.md").read_text(encoding="utf-8")
+    places = {
+        "metrics with a point": "metrics:loss",
+        "momentum": "optimizer.pt:state/0/exp_avg",
+        "other tensors": "model.safetensors:w",
+    }
+    for told, place in places.items():
+        (line,) = re.findall(rf"^\| {told}.*$", page, re.MULTILINE)
+        cells = [cell.strip() for cell in line.split("|")[2:5]]
+        for cell, profile in zip(cells, PROFILES[1:], strict=True):
+            row = profile.row(place)
+            assert row is not None
+            power = str(int(math.log2(row.relative))).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+            least = f"{row.absolute:.0e}".replace("e-0", "e-")
+            assert cell == (f"2{power} + {least}" if row.absolute else f"2{power}")

@@ -82,6 +82,13 @@ def test_our_own_steps_hide_exports_that_are_called_like_a_trainers(tmp_path: Pa
     make_step(tmp_path / "run", 1)
     checkpoint(tmp_path / "exported", 1)
     assert places.root_of(tmp_path) == tmp_path / "run"
+    (tmp_path / "watched").mkdir()
+    watch = Watch(tmp_path / "watched")
+    checkpoint(tmp_path / "watched" / "initial", 0)
+    assert watch.committed() == [0]
+    make_step(tmp_path / "watched" / "run", 3)
+    assert watch.committed() == [3]
+    (tmp_path / "watched").rename(tmp_path.parent / f"{tmp_path.name}-watched")
     checkpoint(tmp_path / "other", 1)
     with pytest.raises(UsageError, match="2 folders hold steps: exported, other"):
         places.root_of(_without(tmp_path, "run"))
