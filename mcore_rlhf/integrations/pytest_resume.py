@@ -111,14 +111,15 @@ def _words(command: Sequence[str] | CommandMaker) -> list[str]:
     """
     from mcore_rlhf.errors import UsageError
 
+    given: object = command
     if callable(command):
         takes = inspect.signature(command).parameters
-        command = command(**{name: f"{{{name}}}" for name in _PLACES if name in takes})
-    if isinstance(command, str) or not all(isinstance(word, str) for word in command):
-        raise UsageError(
-            f"the command: expected a list of texts, found {command!r}\nNo shell is involved: one text for each word, paths as str(path)."
-        )
-    return list(command)
+        given = command(**{name: f"{{{name}}}" for name in _PLACES if name in takes})
+    if isinstance(given, list | tuple) and all(isinstance(word, str) for word in given):
+        return list(given)
+    raise UsageError(
+        f"the command: expected a list of texts, found {given!r}\nNo shell is involved: one text for each word, paths as str(path)."
+    )
 
 
 def _why(outcome: Outcome, folder: Path) -> str:

@@ -68,6 +68,9 @@ def test_skips_a_step(resume_check):
 def test_is_no_list(resume_check):
     resume_check("python train.py {dir} {steps}")
 
+def test_makes_none(resume_check):
+    resume_check(lambda dir: None)
+
 def test_names_no_profile(resume_check):
     resume_check([*COMMAND, "none"], profile="bf16-reductions")
 """
@@ -107,7 +110,7 @@ def test_right_trainers_pass_and_wrong_ones_fail_by_the_name_and_step_of_what_is
     done = run_pytest(project, "-p", PLUGIN)
     out = done.stdout
     assert done.returncode == 1, out + done.stderr
-    assert "4 failed, 2 passed" in out
+    assert "5 failed, 2 passed" in out
     failures = {part.partition(" ")[0]: part for part in out.split("_ test_")[1:]}
     forgot, skipped = failures["forgets_its_generator"], failures["skips_a_step"]
     assert "DIFFERENT: the resumed run is not the uninterrupted one" in forgot
@@ -116,6 +119,7 @@ def test_right_trainers_pass_and_wrong_ones_fail_by_the_name_and_step_of_what_is
     assert re.search(r"first difference: metrics: step [45]", skipped)
     assert "profile bf16-reduction" in skipped
     assert "expected a list of texts, found 'python train.py {dir} {steps}'" in failures["is_no_list"]
+    assert "expected a list of texts, found None" in failures["makes_none"]
     assert "expected one of exact, fp32-reduction, bf16-reduction, loose" in failures["names_no_profile"]
     assert "Traceback" not in out
     (rank,) = (project / "tmp").glob("resume-check2/rank-0.json")

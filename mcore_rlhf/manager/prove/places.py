@@ -91,11 +91,13 @@ def root_of(output: Path) -> Path:
 
 def step_in(root: Path, step: int) -> Path:
     """The folder of a step, as the one that writes there calls it; ours where it is not there."""
-    with suppress(OSError):
-        for name in sorted(os.listdir(root)):
-            if number_of(root / name) == step:
-                return root / name
-    return steps.step_folder(root, step)
+    own = steps.step_folder(root, step)
+    if not own.is_dir():
+        with suppress(OSError):
+            for name in sorted(os.listdir(root)):
+                if number_of(root / name) == step:
+                    return root / name
+    return own
 
 
 def manifest_in(folder: Path) -> str | None:
