@@ -362,6 +362,7 @@ class ResumeCheckOptions:
     ignore: tuple[str, ...] = _own(
         "FILE:KEY|metrics:NAME", "A value that may differ, with *; may be repeated.", (), multiple=True
     )
+    profile: str = _own("NAME", "What may be off: exact, fp32-reduction, bf16-reduction or loose.", "exact")
     environment: bool = _own("", "The command reads MCORE_RLHF_CHECK_DIR, …_STEPS and so on.", False)
     keep: bool = _own("", "Keep the checkpoints although all is well.", False)
     demo: bool = _own("", "Check the demo's trainer; COMMAND is options for it.", False)

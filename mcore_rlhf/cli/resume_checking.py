@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
@@ -15,33 +14,31 @@ import click
 
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.prove.check import (
+    SAYS,
     CheckOptions,
     Control,
     KilledRun,
     Outcome,
     ResumeCheck,
     RunComparison,
+    clear,
     compare_outputs,
 )
 from mcore_rlhf.manager.prove.command import RunPlaces, Template
 from mcore_rlhf.manager.prove.compare import Finding, Tally
 from mcore_rlhf.manager.prove.control import make_control
-from mcore_rlhf.manager.prove.killing import Kill, Moment, root_of
-from mcore_rlhf.manager.run import steps as steps_of
-from mcore_rlhf.storage.beneath import remove, scratch_folder
+from mcore_rlhf.manager.prove.facts import facts_of, write_by_rank
+from mcore_rlhf.manager.prove.killing import Moment
+from mcore_rlhf.manager.prove.places import committed, root_of
+from mcore_rlhf.manager.prove.profiles import EXACT, profile_named
+from mcore_rlhf.storage.beneath import scratch_folder
 from mcore_rlhf.storage.paths import local_path
 
 from . import guard
 from .options import ResumeCheckOptions
-from .output import Column, Facts, count, duration, emit_json, print_facts, print_table, say
+from .output import Column, count, duration, emit_json, print_facts, print_table, say
 
 _SHOWN = 20
-_SAYS = {
-    "exact": "EXACT: the resumed run is the uninterrupted one, bit for bit, and the broken control was caught",
-    "different": "DIFFERENT: the resumed run is not the uninterrupted one",
-    "blind": "BLIND: everything is equal, but so is the broken control: nothing is proved",
-    "no control": "EQUAL, bit for bit; no broken control was compared",
-}
 _DEMO_PLACES = ("--output-dir", "{dir}", "--steps", "{steps}", "--resume", "{resume}", "--metrics", "{metrics}")
 
 
@@ -90,6 +87,7 @@ def _check_options(request: ResumeCheckOptions, stubs: tuple[str, ...]) -> Check
         timeout=request.timeout,
         ignore=tuple(request.ignore or ()),
         stubs=stubs,
+        profile=profile_named(request.profile),
     )
 
 
@@ -125,7 +123,7 @@ def dispatch(command: Sequence[str], request: ResumeCheckOptions, stubs: tuple[s
     if (request.make_control or request.compare) and (command or request.demo):
         raise UsageError("--make-control and --compare run nothing: leave the command away")
     if request.make_control is not None:
-        break_copy(*request.make_control, stubs)
+        break_copy(*request.make_control, _check_options(request, stubs))
     elif request.compare is not None:
         compare(*request.compare, request.control, _check_options(request, stubs), json)
     elif request.print_commands:
@@ -157,21 +155,15 @@ def run(template: Template, folder: Path | None, options: CheckOptions, keep: bo
     except KeyboardInterrupt as stop:
         signum = stop.args[0] if stop.args else signal.SIGINT
         raise guard.Interrupted(f"all processes were ended; logs are in {place}", signum) from None
+    write_by_rank(outcome, place)
     if outcome.passed and not keep:
-        _clear(place, everything=folder is None)
+        clear(place, everything=folder is None)
         outcome.folder = folder
     _show(outcome, json)
 
 
 def _say(line: str) -> None:
     say(line, err=True)
-
-
-def _clear(place: Path, everything: bool) -> None:
-    """Remove the checkpoints; logs and metrics stay in a folder that the user named."""
-    for path in [place] if everything else [path for path in place.iterdir() if path.is_dir()]:
-        with suppress(OSError):
-            remove(path)
 
 
 def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json: bool) -> None:
@@ -195,21 +187,21 @@ def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json:
         if control is not None
         else None
     )
-    _show(Outcome(options.steps, options.more, [other], caught), json)
+    _show(Outcome(options.steps, options.more, [other], caught, profile=options.profile), json)
 
 
-def break_copy(source: Path, target: Path, stubs: tuple[str, ...]) -> None:
+def break_copy(source: Path, target: Path, options: CheckOptions) -> None:
     """Make the broken control of a killed run, by hand.
 
     Raises:
         CheckpointError: The run has committed nothing, or the target exists.
     """
     source, target = local_path(source).absolute(), local_path(target).absolute()
-    committed = steps_of.committed(root_of(source))
-    if not committed:
+    whole = committed(root_of(source))
+    if not whole:
         raise UsageError(f"{source}: has committed no step yet")
-    broken = make_control(source, target, committed[-1].step, stubs)
-    say(f"{target}: a copy of {source} with step {committed[-1].step} alone, and broken: {broken}")
+    broken = make_control(source, target, whole[-1], options.stubs, coarse=options.coarse)
+    say(f"{target}: a copy of {source} with step {whole[-1]} alone, and broken: {broken}")
 
 
 def print_commands(template: Template, folder: Path, options: CheckOptions) -> None:
@@ -248,100 +240,30 @@ mcore-rlhf resume-check --compare {a} {b} --control {c} {numbers}""")
 
 def _show(outcome: Outcome, json: bool) -> None:
     if json:
-        emit_json(_facts(outcome))
+        emit_json(facts_of(outcome))
     else:
         _print(outcome)
     if not outcome.passed:
         raise click.exceptions.Exit(1)
 
 
-def _facts(outcome: Outcome) -> Facts:
-    """``verdict`` (``exact``, ``different``, ``blind``, ``no control``), ``passed``, ``steps``, ``more``, ``folder``;
-    ``runs`` (``name``, ``equal``, ``kill``, ``repeatable``: whether the killed run was the
-    other's equal until then, ``states``, ``metrics``); ``control`` or null (``caught``, ``broken``,
-    ``states``, ``metrics``); ``seconds`` by start of the command; ``notes``.
-    """
-    return {
-        "verdict": outcome.verdict,
-        "passed": outcome.passed,
-        "steps": outcome.steps,
-        "more": outcome.more,
-        "folder": None if outcome.folder is None else str(outcome.folder),
-        "runs": [
-            {
-                "kill": None if run.kill is None else _kill_facts(run.kill),
-                "repeatable": None if run.before is None else run.before.tally.equal,
-                **_comparison_facts(run.comparison),
-            }
-            for run in outcome.interrupted
-        ],
-        "control": None if outcome.control is None else _control_facts(outcome.control),
-        "seconds": outcome.seconds,
-        "notes": outcome.notes,
-    }
-
-
-def _kill_facts(kill: Kill) -> Facts:
-    return {
-        "resumed_from": kill.resumes_from,
-        "saving": None if kill.partial is None else kill.partial.step,
-        "phase": kill.phase,
-        "processes": kill.processes,
-        "seconds": kill.seconds,
-    }
-
-
-def _control_facts(control: Control) -> Facts:
-    broken = None if control.broken is None else str(control.broken)
-    return {"caught": control.caught, "broken": broken, **_comparison_facts(control.comparison)}
-
-
-def _comparison_facts(found: RunComparison) -> Facts:
-    metrics = found.metrics
-    lines = None
-    if metrics is not None:
-        lines = {
-            "lines": metrics.lines,
-            "equal_lines": metrics.equal,
-            "repeated_lines": metrics.repeated,
-            "began_again": metrics.began_again,
-            **_tally_facts(metrics.tally),
-        }
-    states = {"files": found.states.files, **_tally_facts(found.states.tally)}
-    return {"name": found.name, "equal": found.equal, "states": states, "metrics": lines}
-
-
-def _tally_facts(tally: Tally) -> Facts:
-    return {
-        "values": tally.compared,
-        "differing": tally.differing,
-        "ignored": tally.ignored,
-        "differences": [_finding_facts(finding) for finding in tally.findings],
-    }
-
-
-def _finding_facts(finding: Finding) -> Facts:
-    return {
-        "where": finding.where,
-        "key": finding.key,
-        "first": finding.first,
-        "second": finding.second,
-        "detail": finding.detail,
-    }
-
-
 def _print(outcome: Outcome) -> None:
     """Print a table of what was compared, what differs, and what to make of it."""
     print_facts(_runs(outcome))
     say()
-    columns = [Column("compared with run A"), Column("values", True), Column("equal", True), Column("different", True)]
-    print_table([*columns, Column("")], list(_rows(outcome)))
+    columns = [Column("compared with run A"), Column("values", True), Column("equal", True)]
+    columns += [Column("within", True)] if outcome.profile != EXACT else []
+    print_table([*columns, Column("different", True), Column("")], list(_rows(outcome)))
+    if outcome.again is not None:
+        _print_table("run D: what was loaded differs from what had been saved", outcome.again.states.tally, True)
     for run in outcome.interrupted:
         _print_findings(run.comparison)
     say()
+    if outcome.profile != EXACT:
+        say(_within(outcome))
     for note in outcome.notes:
         say(note)
-    say(_SAYS[outcome.verdict])
+    say(SAYS[outcome.verdict])
     if outcome.folder is not None:
         say(f"Logs and metrics: {outcome.folder}")
 
@@ -356,46 +278,69 @@ def _runs(outcome: Outcome) -> Iterator[tuple[str, str]]:
             yield f"run {name}", f"killed after {duration(kill.seconds)}, {kill.phase}"
             again = duration(seconds.get(f"{name}-resumed", 0.0))
             yield "", f"resumed from step {kill.resumes_from}, {again}"
+    if outcome.again is not None:
+        yield "run D", f"loaded step {outcome.again.step} and saved it again, {duration(seconds.get('D', 0.0))}"
     if outcome.control is not None and outcome.control.broken is not None:
         yield "run C", f"resumed from a broken copy, {duration(seconds.get('C', 0.0))}"
         yield "", str(outcome.control.broken)
 
 
 def _rows(outcome: Outcome) -> Iterator[Sequence[str]]:
+    last, exact = outcome.steps + outcome.more, outcome.profile == EXACT
+    if (again := outcome.again) is not None:
+        what = f"loaded: step {again.step}, {count(again.states.files, 'file')}"
+        yield _row(what, again.states.tally, "exact" if again.states.tally.equal else "DIFFERENT", exact)
     for run in outcome.interrupted:
-        good = "exact" if run.comparison.equal else "DIFFERENT"
-        yield from _comparison_rows(f"run {run.comparison.name}", run.comparison, good, outcome.steps + outcome.more)
+        good = "DIFFERENT" if not run.comparison.equal else "exact" if exact else "within"
+        yield from _comparison_rows(f"run {run.comparison.name}", run.comparison, good, last, exact)
     if outcome.control is not None:
         caught = "caught" if outcome.control.caught else "NOT CAUGHT"
-        yield from _comparison_rows("control", outcome.control.comparison, caught, outcome.steps + outcome.more)
+        yield from _comparison_rows("control", outcome.control.comparison, caught, last, exact)
 
 
-def _comparison_rows(name: str, found: RunComparison, verdict: str, last: int) -> Iterator[Sequence[str]]:
+def _comparison_rows(name: str, found: RunComparison, verdict: str, last: int, exact: bool) -> Iterator[Sequence[str]]:
     states = found.states
-    yield _row(f"{name}: step {last}, {count(states.files, 'file')}", states.tally, verdict)
-    if found.metrics is not None:
-        lines, repeated = count(found.metrics.lines, "line"), found.metrics.repeated
+    yield _row(f"{name}: step {last}, {count(states.files, 'file')}", states.tally, verdict, exact)
+    for rank, metrics in found.ranks.items():
+        lines, repeated = count(metrics.lines, "line"), metrics.repeated
         again = f", {repeated} of them done again" if repeated else ""
-        yield _row(f"{name}: metrics, {lines}{again}", found.metrics.tally, "")
+        whose = f" of rank {rank}" if rank else ""
+        yield _row(f"{name}: metrics{whose}, {lines}{again}", metrics.tally, "", exact)
 
 
-def _row(what: str, tally: Tally, verdict: str) -> Sequence[str]:
-    return what, count(tally.compared), count(tally.compared - tally.differing), count(tally.differing), verdict
+def _row(what: str, tally: Tally, verdict: str, exact: bool) -> Sequence[str]:
+    equal = count(tally.compared - tally.differing - tally.within)
+    within = [] if exact else [count(tally.within)]
+    return what, count(tally.compared), equal, *within, count(tally.differing), verdict
 
 
 def _print_findings(found: RunComparison) -> None:
-    metrics = found.metrics.tally.findings if found.metrics is not None else []
-    total = found.states.tally.differing + (found.metrics.tally.differing if found.metrics is not None else 0)
-    for title, findings in (("metrics", metrics), ("states", found.states.tally.findings)):
-        if findings:
-            say(f"\nrun {found.name}: {title} that differ from run A's")
-            rows = [
-                (f"{finding.where}: {finding.key}" if title == "states" else finding.key, _said(finding))
-                for finding in findings
-            ]
-            print_table([Column("where"), Column("run A, then this one")], rows, _SHOWN // 2)
+    for rank, metrics in found.ranks.items():
+        whose = f" of rank {rank}" if rank else ""
+        _print_table(f"run {found.name}: metrics{whose} that differ from run A's", metrics.tally, False)
+    _print_table(f"run {found.name}: states that differ from run A's", found.states.tally, True)
+    total = sum(tally.differing for tally in found.tallies)
     if total > _SHOWN:
         say(f"  {total:,} in all; --json lists up to 1,000 of each")
+
+
+def _print_table(title: str, tally: Tally, with_files: bool) -> None:
+    if not tally.findings:
+        return
+    say(f"\n{title}")
+    rows = [
+        (f"{finding.where}: {finding.key}" if with_files else finding.key, _said(finding)) for finding in tally.findings
+    ]
+    print_table([Column("where"), Column("run A, then this one")], rows, _SHOWN // 2)
+
+
+def _within(outcome: Outcome) -> str:
+    """What the profile let pass, and how far the worst of it was off."""
+    name, worst = outcome.profile.name, outcome.worst
+    if worst is None:
+        return f"profile {name}: nothing needed it"
+    said = f"off by {worst.off:.3g}, allowed {worst.allowed:.3g}"
+    return f"profile {name}: the value that takes most of what it allows is {worst.where}: {worst.key}, {said}"
 
 
 def _said(finding: Finding) -> str:

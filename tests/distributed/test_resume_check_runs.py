@@ -11,6 +11,8 @@ from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.manager.prove import command as processes
 from mcore_rlhf.manager.prove.check import CheckOptions, Outcome, ResumeCheck
 from mcore_rlhf.manager.prove.command import Template
+from mcore_rlhf.manager.prove.facts import facts_of
+from mcore_rlhf.manager.prove.profiles import profile_named
 from tests.distributed import toy_trainer
 from tests.distributed.forked import starter
 
@@ -82,6 +84,71 @@ def test_a_trainer_that_begins_anew_makes_the_check_blind(tmp_path: Path) -> Non
     assert (outcome.verdict, outcome.passed) == ("blind", False)
     assert "run B went back to step 1" in outcome.notes[0]
     assert "the check is blind" in outcome.notes[-1]
+
+
+NOISY = ["--noise", "1e-3"]
+BF16 = CheckOptions(3, 3, profile=profile_named("bf16-reduction"))
+
+
+def test_a_profile_lets_noise_pass_and_says_how_far_the_worst_was(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, *NOISY, options=BF16)
+    assert (outcome.verdict, outcome.notes) == ("within", [])
+    assert outcome.worst is not None
+    assert 0 < outcome.worst.off <= outcome.worst.allowed
+    assert sum(tally.within for tally in outcome.interrupted[0].comparison.tallies) > 3
+    assert outcome.control is not None
+    assert outcome.control.broken is not None
+    assert "the sign of each of" in str(outcome.control.broken)
+    facts = facts_of(outcome)
+    assert facts["profile"]["name"] == "bf16-reduction"  # type: ignore[index]
+    assert facts["worst"]["off"] == outcome.worst.off  # type: ignore[index]
+
+
+def test_noise_is_different_where_no_profile_was_asked_for(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, *NOISY)
+    assert outcome.verdict == "different"
+    assert "training is not repeatable" in outcome.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ("skips-step", "step 4"),
+        ("moves-cursor", "/prompts"),
+        ("forgets-optimizer", "optimizer/state/0/step"),
+    ],
+)
+def test_a_profile_still_sees_what_noise_cannot_be(tmp_path: Path, fault: str, named: str) -> None:
+    outcome = checked(tmp_path, *NOISY, "--fault", fault, options=BF16)
+    assert outcome.verdict == "different"
+    found = [f"{one.where}: {one.key}" for tally in outcome.interrupted[0].comparison.tallies for one in tally.findings]
+    assert any(named in place for place in found), found
+
+
+AGAIN = ["--again", "{again}"]
+
+
+def test_what_was_loaded_is_saved_again_before_the_first_update(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, *AGAIN)
+    assert outcome.verdict == "exact"
+    assert outcome.again is not None
+    assert outcome.again.states.tally.compared > 100
+    assert outcome.again.step == outcome.interrupted[0].kill.resumes_from  # type: ignore[union-attr]
+
+
+def test_what_is_lost_in_loading_is_named_before_any_update(tmp_path: Path) -> None:
+    outcome = checked(tmp_path, *AGAIN, "--fault", "forgets-on-load")
+    assert outcome.verdict == "different"
+    assert outcome.again is not None
+    assert outcome.first == outcome.again.states.tally.findings[0]
+    assert "optimizer" in outcome.first.key
+
+
+def test_a_command_that_does_not_save_again_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"told by \{again\} to load step \d, to save it again and to end, and did not save"
+    ):
+        checked(tmp_path, *AGAIN, "--fault", "saves-nothing-again")
 
 
 def test_training_that_is_not_repeatable_is_told_from_a_wrong_resume(tmp_path: Path) -> None:

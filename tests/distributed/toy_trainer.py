@@ -27,6 +27,7 @@ from mcore_rlhf.manager.run.policies import EverySteps
 
 FAULTS = (
     "none", "unseeded", "forgets-rng", "moves-cursor", "drops-kl", "ignores-checkpoint", "forgets-optimizer", "fails-on-resume",
+    "skips-step", "forgets-on-load", "saves-nothing-again",
 )  # fmt: skip
 WIDTH = 16
 
@@ -34,7 +35,8 @@ WIDTH = 16
 class Run:
     """Model, optimizer, data and state of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.0) -> None:
+        self.noise = noise  # what kernels do that add in another order at every run
         torch.manual_seed(7)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.3), torch.nn.Linear(WIDTH, 1)
@@ -60,6 +62,9 @@ class Run:
         for parameter in self.model.parameters():
             if dist.is_initialized():
                 dist.all_reduce(parameter.grad)
+            if self.noise and parameter.grad is not None:
+                off = [random.SystemRandom().uniform(-self.noise, self.noise) for _ in range(parameter.numel())]
+                parameter.grad *= 1 + torch.tensor(off).view_as(parameter)
         self.optimizer.step()
         self.sampler.acknowledge_all(prompts)
         mean = loss.detach().clone()
@@ -68,10 +73,11 @@ class Run:
         self.state.kl["actor"].update(float(mean), 4)
         self.state.iteration += 1
         ids = [prompt.prompt_id for prompt in prompts]
+        loss_said, kl_said = float(mean), kl_coef
         return {
             "step": self.state.iteration,
-            "loss": float(mean).hex(),
-            "kl_coef": kl_coef.hex(),
+            "loss": loss_said if self.noise else loss_said.hex(),
+            "kl_coef": kl_said if self.noise else kl_said.hex(),
             "prompts": ids,
         }
 
@@ -88,13 +94,15 @@ def resume(manager: CheckpointManager, run: Run, fault: str) -> None:
         run.sampler.acknowledge_all(run.sampler.next_batch())
     if fault == "drops-kl":
         run.state.kl["actor"] = AdaptiveKL(0.1, 0.5, 10)
-    if fault == "forgets-optimizer":
+    if fault in ("forgets-optimizer", "forgets-on-load"):
         run.optimizer.state.clear()
+    if fault == "skips-step":
+        run.state.iteration += 1
 
 
 def train(args: argparse.Namespace) -> None:
     """The whole run."""
-    run = Run()
+    run = Run(args.noise)
     if args.fault == "unseeded":
         random.seed()
     options = ManagerOptions(
@@ -105,10 +113,16 @@ def train(args: argparse.Namespace) -> None:
     root = args.dir / "toy" / "checkpoints"
     with CheckpointManager(root, roles, data=run.sampler, state=run.state, options=options) as manager:
         resume(manager, run, args.fault)
+        if args.again:
+            if args.fault != "saves-nothing-again":
+                manager.save(run.state.iteration)
+            return
         while run.state.iteration < args.steps:
             line = run.step()
-            if args.metrics is not None and is_first():
-                with args.metrics.open("a") as file:
+            if args.metrics is not None and (is_first() or args.each_rank):
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                path = args.metrics.with_name(f"{args.metrics.name}.{rank}") if rank else args.metrics
+                with path.open("a") as file:
                     file.write(json.dumps({**line, "seconds": random.SystemRandom().random()}) + "\n")
             manager.maybe_save(run.state.iteration)
             time.sleep(0.02)
@@ -126,6 +140,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=os.environ.get("MCORE_RLHF_CHECK_STEPS"))
     parser.add_argument("--metrics", type=Path)
     parser.add_argument("--save-interval", type=int, default=1)
+    parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--again", type=int, default=0)
+    parser.add_argument("--each-rank", action="store_true")
     parser.add_argument("--fault", choices=FAULTS, default="none")
     args = parser.parse_args(arguments)
     if "WORLD_SIZE" in os.environ:

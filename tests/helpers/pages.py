@@ -29,7 +29,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"# ([\w/.-]+\.(?:py|ya?ml))(, continued)?$", re.MULTILINE)
 _PROGRESS = re.compile(
     r"(stage \d+ of \d+\W+)?(converting|checking|verifying|comparing|reading|writing|planning)\b.*( …|: .*)$"
-    r"|run [ABC]: (?!.*differ)|comparing run [ABC] with"
+    r"|run [ABCD]: (?!.*differ)|comparing run [ABC] with"
 )
 _VARIES = (
     (re.compile(r"[\d.,]+ ([KMGT]i?)?B read in"), "SIZE read in"),

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_resume_check_pytest import PLUGIN, TESTS, TRAINER, run_pytest
+
 PROJECT = Path(__file__).resolve().parents[2]
 GOLDENS = PROJECT / "tests" / "goldens" / "megatron"
 URL = "https://code.example/people/mcore_rlhf"
@@ -160,7 +162,7 @@ def installed(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-_TRAINERS = {"vllm", "torchtitan", "accelerate", "trl", "verl", "lightning"}
+_TRAINERS = {"vllm", "torchtitan", "accelerate", "trl", "verl", "nemo_rl", "lightning"}
 """Packages that there are seams for, and which are nobody's extra."""
 _IMPORTED_AS = {"megatron_core": "megatron"}
 _LOAD = """
@@ -175,7 +177,7 @@ assert mcore_rlhf.__file__.startswith(folder), mcore_rlhf.__file__
 (ours,) = (one for one in importlib.metadata.distributions(path=[folder]) if one.name == "mcore_rlhf")
 found = []
 for entry in ours.entry_points:
-    assert callable(entry.load()), entry
+    assert callable(loaded := entry.load()) or loaded.__name__ == entry.value, entry
     found.append([entry.group, entry.name, entry.value])
 print(json.dumps(found))
 """
@@ -224,3 +226,21 @@ def test_every_command_is_there(installed: Path, tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert "Usage" in done.stdout or "usage" in done.stdout
+
+
+def test_the_fixture_of_resume_check_is_there_for_any_test(wheel: Path, tmp_path: Path) -> None:
+    site, project = tmp_path / "site", tmp_path / "project"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    project.mkdir()
+    (project / "train.py").write_text(TRAINER)
+    (project / "test_resume.py").write_text(TESTS)
+    assert (
+        run_pytest(project, "--fixtures", path=site).stdout.count("resume_check -- ") == 1
+    )  # found by its entry point
+    assert (
+        run_pytest(project, "-p", PLUGIN, "--fixtures", path=site).stdout.count("resume_check -- ") == 1
+    )  # and named too
+    done = run_pytest(project, "-k", "good or generator", path=site)
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"first difference: metrics: step [34]/loss", done.stdout)

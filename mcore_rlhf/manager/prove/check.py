@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.run.steps import is_committed, step_folder
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.paths import storage_error
 
-from .command import Command, RunPlaces, Template, metrics_of
-from .compare import Ignored, StateComparison, StepComparer
-from .control import Broken, make_control
-from .killing import Kill, KillPlan, Moment, Watch, require_committed, root_of, span
+from .command import Command, RunPlaces, Template, metrics_by_rank, metrics_of
+from .compare import Finding, StateComparison, StepComparer, Tally
+from .control import Broken, copy_run, make_control
+from .ignored import Ignored
+from .killing import Kill, KillPlan, Moment, Watch, span
 from .metrics import MetricsComparer, MetricsComparison
+from .places import is_committed, require_committed, root_of, step_in, written_at
+from .profiles import EXACT, Off, Profile
 
-Verdict = Literal["exact", "different", "blind", "no control"]
-"""``exact``: everything is equal, and the broken control was caught. ``different``: something is not equal. ``blind``: equal,
-but so was the control, so equality proves nothing. ``no control``: equal, and no control was asked for."""
+Verdict = Literal["exact", "within", "different", "blind", "no control"]
+"""``exact``: everything is equal, and the broken control was caught. ``within``: the same, as far as a profile other than ``exact`` asks.
+``different``: something is not equal. ``blind``: equal, but so was the control, so equality proves nothing. ``no control``: equal, and no
+control was asked for."""
+
+SAYS: Mapping[Verdict, str] = {
+    "exact": "EXACT: the resumed run is the uninterrupted one, bit for bit, and the broken control was caught",
+    "within": "WITHIN: the resumed run is the uninterrupted one as far as the profile asks, and the broken control was caught",
+    "different": "DIFFERENT: the resumed run is not the uninterrupted one",
+    "blind": "BLIND: everything is equal, but so is the broken control: nothing is proved",
+    "no control": "EQUAL as far as was asked; no broken control was compared",
+}
+"""Each in a sentence."""
 
 Say = Callable[[str], None]
 
@@ -38,17 +51,33 @@ class RunComparison:
     Args:
         name: The other run's.
         states: The last step of both.
-        metrics: The metrics of both; None where the command writes none.
+        ranks: The metrics of both, of every rank that writes any; none where the command writes none.
     """
 
     name: str
     states: StateComparison
-    metrics: MetricsComparison | None
+    ranks: Mapping[int, MetricsComparison] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> MetricsComparison | None:
+        """The metrics of rank 0."""
+        return self.ranks.get(0)
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs, and something was compared."""
-        return self.states.tally.equal and (self.metrics is None or self.metrics.tally.equal)
+        return self.states.tally.equal and all(lines.tally.equal for lines in self.ranks.values())
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """The counts: of metrics, rank by rank, and of the states."""
+        return [*(lines.tally for lines in self.ranks.values()), self.states.tally]
+
+    def first(self, rank: int = 0) -> Finding | None:
+        """The first difference of a rank: in its metrics, which stand in the order of steps, otherwise in the states."""
+        lines = self.ranks.get(rank)
+        found = [*(lines.tally.findings[:1] if lines is not None else []), *self.states.tally.findings[:1]]
+        return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +140,19 @@ class Control:
         return not self.comparison.equal
 
 
+@dataclass(frozen=True, slots=True)
+class SavedAgain:
+    """What a run saved that loaded a step and did nothing else.
+
+    Args:
+        step: The step.
+        states: What it had loaded, and what it saved.
+    """
+
+    step: int
+    states: StateComparison
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a check came to.
@@ -122,6 +164,8 @@ class Outcome:
         control: The broken control; None where there was none.
         seconds: How long each start of the command took, by its log's name.
         folder: Where everything lies.
+        profile: How far values might be off.
+        again: What was loaded, saved again before the first update; None where the command has no ``{again}``.
     """
 
     steps: int
@@ -130,11 +174,27 @@ class Outcome:
     control: Control | None
     seconds: dict[str, float] = field(default_factory=dict)
     folder: Path | None = None
+    profile: Profile = EXACT
+    again: SavedAgain | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether every resumed run is equal to the uninterrupted one."""
-        return all(run.comparison.equal for run in self.interrupted)
+        """Whether every resumed run is equal to the uninterrupted one, and what was loaded to what had been saved."""
+        loaded = self.again is None or self.again.states.tally.equal
+        return loaded and all(run.comparison.equal for run in self.interrupted)
+
+    @property
+    def first(self) -> Finding | None:
+        """The first difference: what was loaded otherwise than it was saved, else the first of a resumed run."""
+        loaded = self.again.states.tally.findings[:1] if self.again is not None else []
+        runs = [run.comparison.first(rank) for run in self.interrupted for rank in run.comparison.ranks or [0]]
+        return next((finding for finding in [*loaded, *runs] if finding is not None), None)
+
+    @property
+    def worst(self) -> Off | None:
+        """Of the values that the profile lets pass, the one that takes most of what is allowed."""
+        found = [tally.worst for run in self.interrupted for tally in run.comparison.tallies if tally.worst is not None]
+        return max(found, key=lambda off: off.share, default=None)
 
     @property
     def verdict(self) -> Verdict:
@@ -143,12 +203,14 @@ class Outcome:
             return "different"
         if self.control is None:
             return "no control"
-        return "exact" if self.control.caught else "blind"
+        if not self.control.caught:
+            return "blind"
+        return "exact" if self.profile == EXACT else "within"
 
     @property
     def passed(self) -> bool:
         """Whether the resume was shown to be exact, as far as was asked."""
-        return self.verdict in ("exact", "no control")
+        return self.verdict in ("exact", "within", "no control")
 
     @property
     def notes(self) -> list[str]:
@@ -175,8 +237,9 @@ class CheckOptions:
         runs: How many runs are killed, each at a moment of its own.
         seed: Draws the moments.
         timeout: Seconds that one start of the command may take.
-        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.compare.VALUES`.
+        ignore: Values that may differ, ``FILE:KEY`` or ``metrics:NAME``, besides :data:`~.ignored.VALUES`.
         stubs: Pickled classes to load as inert stubs.
+        profile: How far values may be off.
     """
 
     steps: int
@@ -187,6 +250,12 @@ class CheckOptions:
     timeout: float = 3600.0
     ignore: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()
+    profile: Profile = EXACT
+
+    @property
+    def coarse(self) -> bool:
+        """See :class:`~.control.Broken`."""
+        return self.profile != EXACT
 
     @property
     def last(self) -> int:
@@ -194,9 +263,7 @@ class CheckOptions:
         return self.steps + self.more
 
 
-def compare_outputs(
-    a: Path, b: Path, last: int, options: CheckOptions, *, metrics: bool | None = None
-) -> RunComparison:
+def compare_outputs(a: Path, b: Path, last: int, options: CheckOptions) -> RunComparison:
     """Compare two finished runs.
 
     Args:
@@ -204,17 +271,16 @@ def compare_outputs(
         b: Output folder of the other one.
         last: The step to compare.
         options: What is ignored.
-        metrics: Whether there are files of metrics beside the folders; None where that is to be seen.
 
     Raises:
         CheckpointError: The step is not committed in both, or is damaged.
     """
     first, second = (require_committed(root_of(run), last, f"run {run.name}") for run in (a, b))
     ignored = Ignored(options.ignore)
-    states = StepComparer((a, b), ignored, options.stubs).compare(first, second)
-    if metrics is None:
-        metrics = metrics_of(a).exists() or metrics_of(b).exists()
-    lines = MetricsComparer(ignored).compare(metrics_of(a), metrics_of(b)) if metrics else None
+    states = StepComparer((a, b), ignored, options.stubs, options.profile).compare(first, second)
+    ranks = sorted({*metrics_by_rank(a), *metrics_by_rank(b)})
+    comparer = MetricsComparer(ignored, options.profile)
+    lines = {rank: comparer.compare(metrics_of(a, rank), metrics_of(b, rank)) for rank in ranks}
     return RunComparison(b.name, states, lines)
 
 
@@ -252,19 +318,44 @@ class ResumeCheck:
             CheckpointError: What it saved is damaged.
         """
         whole = self._uninterrupted()
-        interrupted, control = [], None
+        interrupted, control, again = [], None, None
         rng = random.Random(self.options.seed)
         for number in range(self.options.runs):
             places = self._places("B" if not number else f"B{number + 1}")
             kill = self._killed(places, rng)
             if control is None:  # before the run goes on, and deletes the step that it resumes from
-                control = make_control(places.output, self._places("C").output, kill.resumes_from, self.options.stubs)
+                copy, coarse = self._places("C").output, self.options.coarse
+                control = make_control(places.output, copy, kill.resumes_from, self.options.stubs, coarse=coarse)
+                again = self._saved_again(places, kill.resumes_from) if self.template.has_again else None
             before = self._compared_before(whole, places, kill.resumes_from)
             self._to_the_end(places, "resumed", f"resumes from step {kill.resumes_from}")
             interrupted.append(KilledRun(self._compared(whole, places), kill, before))
         self._to_the_end(self._places("C"), "", f"the control: resumes from a broken step ({control})")
         caught = Control(self._compared(whole, self._places("C")), control)
-        return Outcome(self.options.steps, self.options.more, interrupted, caught, self.seconds, self.folder)
+        options = self.options
+        return Outcome(
+            options.steps, options.more, interrupted, caught, self.seconds, self.folder, options.profile, again
+        )
+
+    def _saved_again(self, source: RunPlaces, step: int) -> SavedAgain:
+        """Let a copy of what the kill left be loaded and saved, with no update in between.
+
+        Raises:
+            UsageError: It did not save the step.
+        """
+        places = replace(self._places("D"), again=True)
+        copy = copy_run(source.output, places.output, step)
+        saved = step_in(root_of(source.output), step)
+        before = written_at(copy)
+        self._to_the_end(places, "", f"loads step {step}, and saves it again before the first update")
+        require_committed(copy.parent, step, "run D")
+        if written_at(copy) == before:
+            raise UsageError(
+                f"run D was told by {{again}} to load step {step}, to save it again and to end, and did not save it\n"
+                f"After loading, where {{again}} is 1: save at the step that was loaded. Its log: {places.log()}"
+            )
+        comparer = StepComparer((source.output, places.output), Ignored(self.options.ignore), self.options.stubs)
+        return SavedAgain(step, comparer.compare(saved, copy))
 
     def _places(self, name: str) -> RunPlaces:
         return RunPlaces(self.folder, name)
@@ -310,10 +401,10 @@ class ResumeCheck:
                 raise command.failure(f"run {places.name} ended by itself with exit code {command.exit_code}")
         return kill
 
-    def _to_the_end(self, places: RunPlaces, part: str, what: str) -> set[int]:
+    def _to_the_end(self, places: RunPlaces, part: str, what: str, last: int | None = None) -> set[int]:
         """Run it to its end; returns the steps that were seen committed."""
         self.say(f"run {places.name}: {what}")
-        with self._started(places, part) as command:
+        with self._started(places, part, last) as command:
             watch, said, at, seen = Watch(places.output), -1, time.monotonic(), set[int]()
             while not command.ended():
                 self._within_time(command, places)
@@ -332,8 +423,8 @@ class ResumeCheck:
         done = f"step {newest} of {self.options.last} is committed" if newest >= 0 else "no step is committed yet"
         self.say(f"run {places.name}: {done}, {seconds:.0f} s")
 
-    def _started(self, places: RunPlaces, part: str) -> Command:
-        last = self.options.last
+    def _started(self, places: RunPlaces, part: str, last: int | None = None) -> Command:
+        last = self.options.last if last is None else last
         return Command(self.template.filled(places, last), self.template.environment(places, last), places.log(part))
 
     def _within_time(self, command: Command, places: RunPlaces) -> None:
@@ -344,16 +435,23 @@ class ResumeCheck:
 
     def _compared_before(self, whole: RunPlaces, other: RunPlaces, step: int) -> StateComparison | None:
         """Compare what the kill left with what the uninterrupted run had then, where it has kept that."""
-        folders = [step_folder(root_of(run.output), step) for run in (whole, other)]
+        folders = [step_in(root_of(run.output), step) for run in (whole, other)]
         if not all(is_committed(folder) for folder in folders):
             return None
         ignored = Ignored(self.options.ignore)
-        comparer = StepComparer((whole.output, other.output), ignored, self.options.stubs)
+        comparer = StepComparer((whole.output, other.output), ignored, self.options.stubs, self.options.profile)
         return comparer.compare(folders[0], folders[1])
 
     def _compared(self, whole: RunPlaces, other: RunPlaces) -> RunComparison:
         self.say(f"comparing run {other.name} with run A")
         return compare_outputs(whole.output, other.output, self.options.last, self.options)
+
+
+def clear(folder: Path, *, everything: bool = False) -> None:
+    """Remove the checkpoints of a check; its logs, metrics and what it wrote of them stay, unless everything is to go."""
+    for path in [folder] if everything else [path for path in folder.iterdir() if path.is_dir()]:
+        with suppress(OSError):
+            remove(path)
 
 
 def _make_empty(folder: Path) -> None:
@@ -368,5 +466,5 @@ def _make_empty(folder: Path) -> None:
 
 def _remove(places: RunPlaces) -> None:
     """Begin a run anew."""
-    for path in (places.output, places.metrics, places.log("killed")):
+    for path in (places.output, *metrics_by_rank(places.output).values(), places.log("killed")):
         remove(path)

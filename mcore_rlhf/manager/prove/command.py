@@ -20,7 +20,7 @@ from mcore_rlhf.errors import Problems, UsageError
 from mcore_rlhf.storage.beneath import open_to_append
 from mcore_rlhf.storage.paths import storage_error
 
-REQUIRED, OPTIONAL = ("dir", "steps"), ("resume", "metrics")
+REQUIRED, OPTIONAL = ("dir", "steps"), ("resume", "metrics", "again")
 RESUME = "auto"
 """What ``{resume}`` always is: begin anew in an empty folder, and go on from the newest step in any other."""
 
@@ -43,11 +43,13 @@ class RunPlaces:
 
     Args:
         folder: The folder of the whole check.
-        name: ``A``, ``B`` or ``C``.
+        name: ``A``, ``B``, ``C`` or ``D``.
+        again: Whether the run is to save what it has loaded, at the step that it is of, and to end.
     """
 
     folder: Path
     name: str
+    again: bool = False
 
     @property
     def output(self) -> Path:
@@ -64,9 +66,20 @@ class RunPlaces:
         return self.folder / f"{self.name}{f'-{part}' if part else ''}.log"
 
 
-def metrics_of(output: Path) -> Path:
-    """The metrics file of a run with this output folder: ``A.metrics.jsonl`` beside ``A``."""
-    return output.with_name(f"{output.name}.metrics.jsonl")
+def metrics_of(output: Path, rank: int = 0) -> Path:
+    """The metrics file of a run with this output folder: ``A.metrics.jsonl`` beside ``A``, ``A.metrics.jsonl.1`` of rank 1."""
+    return output.with_name(f"{output.name}.metrics.jsonl{f'.{rank}' if rank else ''}")
+
+
+def metrics_by_rank(output: Path) -> dict[int, Path]:
+    """The metrics files of a run: rank 0's, and those of further ranks that wrote their own, ``A.metrics.jsonl.1`` and so on."""
+    first = metrics_of(output)
+    found = {0: first} if first.is_file() else {}
+    for path in sorted(first.parent.glob(f"{first.name}.*")):
+        number = path.name.removeprefix(f"{first.name}.")
+        if number.isascii() and number.isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +119,11 @@ class Template:
         return {name for word in self.words for name in _PLACE.findall(word)} & {*REQUIRED, *OPTIONAL}
 
     @property
+    def has_again(self) -> bool:
+        """Whether the command can be told to save what it has loaded, and to end."""
+        return "again" in self.used
+
+    @property
     def has_metrics(self) -> bool:
         """Whether the command is told where to write metrics. A script that reads the environment may leave it."""
         return "metrics" in self.used
@@ -132,7 +150,9 @@ class Template:
 
 
 def _values(run: RunPlaces, steps: int) -> Mapping[str, str]:
-    return {"dir": str(run.output), "steps": str(steps), "resume": RESUME, "metrics": str(run.metrics)}
+    return {
+        "dir": str(run.output), "steps": str(steps), "resume": RESUME, "metrics": str(run.metrics), "again": str(int(run.again)),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,55 +1,39 @@
-"""Comparing a step of one run with the same step of another: every file, every value, bit by bit.
-
-What differs although nothing is wrong stands here too: the whole list, and why each is on it.
-"""
+"""Comparing a step of one run with the same step of another: every file, every value, bit by bit."""
 
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mcore_rlhf.core.catalog import dtype_of
+from mcore_rlhf.core.cast import as_floats
+from mcore_rlhf.core.catalog import FLOATING, dtype_of
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.manager.run.steps import MANIFEST, read_manifest
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.reading import ByteSource, MappedFile, opened
+from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.stored import NAMESPACES, StoredArray, StoredTensor, Stub
 from mcore_rlhf.storage.torch_values import SmallTensor
 
+from .ignored import Ignored
+from .places import checked_files
+from .profiles import EXACT, Off, Profile, between, decimal
+
 _MOST = 1000
-
-VALUES: tuple[tuple[str, str, str], ...] = (
-    ("manifest.json", "transaction", "the identity of a commit"),
-    ("manifest.json", "crc32", "of the manifest as a whole"),
-    ("manifest.json", "provenance/time", "a time of day"),
-    ("manifest.json", "report/*seconds", "how long something took"),
-    ("manifest.json", "files/*/crc32", "of the file as a whole; its content is compared value by value"),
-    ("manifest.json", "files/*/bytes", "of the file as a whole; its content is compared value by value"),
-    ("*.pt", "args/iteration", "where this process started; Megatron takes the step from elsewhere in the file"),
-    ("*.pt", "args/master_addr", "the launcher's"),
-    ("*.pt", "args/master_port", "the launcher's"),
-    ("*.pt", "args/rdzv_*", "the launcher's"),
-)
-"""File, key and reason. Paths into a run's own folder need no entry: they are compared as if the folder were one."""
-
-METRICS: tuple[str, ...] = (
-    "time", "timestamp", "wall_time", "elapsed", "seconds", "*_seconds", "step_time", "*_per_second", "tokens_per_sec",
-)  # fmt: skip
-"""Names of metrics that are measured by a clock."""
 
 _ABSENT = object()
 
 TensorComparer = Callable[[StoredTensor, StoredTensor], "str | None"]
 """Compares the bytes of two stored tensors of one shape and type: None where they are equal, otherwise what differs."""
+
+TensorDistance = Callable[[StoredTensor, StoredTensor], tuple[float, float]]
+"""Of two stored tensors of one shape and type: the largest difference, and the largest magnitude in the first."""
 
 _WINDOW_NBYTES = 16 << 20
 
@@ -82,21 +66,32 @@ class Tally:
         ignored: Values that may differ, and were not compared.
         findings: The first 1000 differences.
         differing: How many there are.
+        within: Values that are not the same, and that the profile lets pass.
+        worst: The one of them that takes most of what is allowed; None where there is none.
     """
 
     compared: int = 0
     ignored: int = 0
     findings: list[Finding] = field(default_factory=list)
     differing: int = 0
+    within: int = 0
+    worst: Off | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether something was compared, and nothing differs."""
+        """Whether something was compared, and nothing differs by more than the profile allows."""
         return self.compared > 0 and not self.differing
 
     def same(self) -> None:
         """Count a value that is equal."""
         self.compared += 1
+
+    def passes(self, off: Off) -> None:
+        """Count a value that is not equal, and near enough."""
+        self.compared += 1
+        self.within += 1
+        if self.worst is None or off.share > self.worst.share:
+            self.worst = off
 
     def differs(self, finding: Finding) -> None:
         """Count a value that is not."""
@@ -110,27 +105,6 @@ def shown(value: object, width: int = 60) -> str:
     """A value in one short line."""
     text = " ".join(repr(value).split())
     return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """What is not compared.
-
-    Args:
-        patterns: ``FILE:KEY`` with ``*``, besides the list; ``metrics:NAME`` for a metric.
-    """
-
-    patterns: Sequence[str] = ()
-
-    def value(self, file: str, key: str) -> bool:
-        """Whether a value of a step may differ."""
-        listed = any(fnmatchcase(file, name) and fnmatchcase(key, pattern) for name, pattern, _ in VALUES)
-        return listed or any(fnmatchcase(f"{file}:{key}", pattern) for pattern in self.patterns)
-
-    def metric(self, name: str) -> bool:
-        """Whether a metric may differ."""
-        listed = any(fnmatchcase(name, pattern) for pattern in METRICS)
-        return listed or any(fnmatchcase(f"metrics:{name}", pattern) for pattern in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +150,8 @@ class LeafComparer:
         ignored: What is not compared.
         neutral: For either run: takes its own folder out of a text.
         tally: Counts.
+        profile: How far values may be off.
+        distance: Measures how far two tensors are apart, and the largest magnitude in the first.
     """
 
     file: str
@@ -183,6 +159,8 @@ class LeafComparer:
     ignored: Ignored
     neutral: tuple[Neutral, Neutral]
     tally: Tally
+    profile: Profile = EXACT
+    distance: TensorDistance | None = None
 
     def compare(self, a: Any, b: Any) -> None:
         """Compare, and count what is found."""
@@ -191,10 +169,27 @@ class LeafComparer:
                 self.tally.ignored += 1
                 continue
             finding = self._difference(key, first, second)
+            off = None if finding is None else self._off(key, first, second)
             if finding is None:
                 self.tally.same()
+            elif off is not None and off.within:
+                self.tally.passes(off)
             else:
-                self.tally.differs(finding)
+                self.tally.differs(finding if off is None else measured(finding, off))
+
+    def _off(self, key: str, a: object, b: object) -> Off | None:
+        """How far two values that differ are apart, where the profile leaves room; a tensor without dimensions is a counter."""
+        row = self.profile.row(f"{self.file}:{key}")
+        if row is None:
+            return None
+        if isinstance(a, _Number) and isinstance(b, _Number):
+            return between(self.file, key, decimal(a), decimal(b), row)
+        if self.distance is None or not isinstance(a, StoredTensor) or not isinstance(b, StoredTensor):
+            return None
+        if _kind(a) != _kind(b) or a.record.dtype not in FLOATING or not a.shape:
+            return None
+        off, largest = self.distance(a, b)
+        return Off(self.file, key, off, row.absolute + row.relative * largest)
 
     def _difference(self, key: str, a: object, b: object) -> Finding | None:
         if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and _kind(a) == _kind(b):
@@ -203,6 +198,12 @@ class LeafComparer:
         if type(a) is str and type(b) is str:
             a, b = self.neutral[0](a), self.neutral[1](b)
         return None if same_leaf(a, b) else Finding(self.file, key, _text(a), _text(b))
+
+
+def measured(finding: Finding, off: Off) -> Finding:
+    """The finding, with how far it is off and what the profile would have allowed."""
+    said = f"off by {off.off:.3g}, allowed {off.allowed:.3g}"
+    return replace(finding, detail=f"{finding.detail}; {said}" if finding.detail else said)
 
 
 def _pairs(a: object, b: object, at: str) -> Iterator[tuple[str, object, object]]:
@@ -247,17 +248,17 @@ class StoredBytes:
     """The bytes of one file's tensors.
 
     Args:
-        pt: The file, opened.
+        pt: The file, opened; None where every tensor lies in one piece.
         mapped: Its bytes.
     """
 
-    pt: PtFile
+    pt: PtFile | None
     mapped: ByteSource
 
     def windows(self, tensor: StoredTensor) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor's elements in logical order, as flat arrays of bytes; a window is valid until the next one."""
         nbytes = prod(tensor.shape) * tensor.record.dtype.itemsize
-        if not is_contiguous(tensor):
+        if self.pt is not None and not is_contiguous(tensor):
             whole = _bytes_of(self.pt, tensor)
             yield from (whole[at : at + _WINDOW_NBYTES] for at in range(0, nbytes, _WINDOW_NBYTES))
             return
@@ -305,6 +306,17 @@ class TensorDiffer:
             at += len(left) // itemsize
         return f"{differing} of {at} elements; first: {first}" if differing else None
 
+    def distance(self, a: StoredTensor, b: StoredTensor) -> tuple[float, float]:
+        """The largest difference of two elements, infinite where one is no number, and the largest magnitude in ``a``."""
+        dtype, off, largest = a.record.dtype, 0.0, 0.0
+        for left, right in zip(self.a.windows(a), self.b.windows(b), strict=True):
+            word = np.dtype(f"u{dtype.itemsize}")
+            first, second = (as_floats(np.array(side).view(word), dtype) for side in (left, right))
+            apart = np.where(left.view(word) == right.view(word), 0.0, np.abs(first - second))
+            off = max(off, float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0)))
+            largest = max(largest, float(np.abs(first[np.isfinite(first)]).max(initial=0.0)))
+        return off, largest
+
 
 def _first(
     tensor: StoredTensor, before: int, index: int, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]
@@ -341,11 +353,13 @@ class StepComparer:
         outputs: Output folders of the two runs, whose names may stand in the values.
         ignored: What is not compared.
         stubs: Pickled classes to load as inert stubs.
+        profile: How far values may be off.
     """
 
     outputs: tuple[Path, Path]
     ignored: Ignored = field(default_factory=Ignored)
     stubs: tuple[str, ...] = ()
+    profile: Profile = EXACT
 
     def compare(self, a: Path, b: Path) -> StateComparison:
         """Compare two steps.
@@ -357,10 +371,8 @@ class StepComparer:
         Raises:
             CheckpointError: One of the two is damaged, or holds what may not be loaded.
         """
-        for folder in (a, b):
-            check(folder, read_manifest(folder)).raise_if_any()
         result = StateComparison()
-        files = [{*read_manifest(folder).files, MANIFEST} for folder in (a, b)]
+        files = [checked_files(folder) for folder in (a, b)]
         for file in sorted(files[0] | files[1]):
             if file in files[0] and file in files[1]:
                 result.files += 1
@@ -371,10 +383,16 @@ class StepComparer:
         return result
 
     def _compare_file(self, file: str, a: Path, b: Path, tally: Tally) -> None:
-        if file.endswith(".pt"):
+        if file.endswith((".pt", ".pth")):
             self._compare_pt(file, a, b, tally)
         elif file.endswith(".json"):
-            self._leaves(file, _no_tensors, tally).compare(_json(a / file), _json(b / file))
+            replace(self._leaves(file, _no_tensors, tally), profile=self.profile).compare(
+                _json(a / file), _json(b / file)
+            )
+        elif file.endswith(".safetensors"):
+            self._compare_safetensors(file, a, b, tally)
+        elif self.ignored.value(file, ""):
+            tally.ignored += 1
         else:
             _compare_bytes(file, a, b, tally)
 
@@ -382,7 +400,15 @@ class StepComparer:
         first, second = (read_pt(folder, file, stubs=self.stubs) for folder in (a, b))
         with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
             differ = TensorDiffer(StoredBytes(first, bytes_a), StoredBytes(second, bytes_b))
-            self._leaves(file, differ, tally).compare(first.tree, second.tree)
+            leaves = self._leaves(file, differ, tally)
+            replace(leaves, profile=self.profile, distance=differ.distance).compare(first.tree, second.tree)
+
+    def _compare_safetensors(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+        first, second = (read_safetensors(folder, file) for folder in (a, b))
+        with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
+            differ = TensorDiffer(StoredBytes(None, bytes_a), StoredBytes(None, bytes_b))
+            leaves = replace(self._leaves(file, differ, tally), profile=self.profile, distance=differ.distance)
+            leaves.compare(dict(first.tensors), dict(second.tensors))
 
     def _leaves(self, file: str, tensors: TensorComparer, tally: Tally) -> LeafComparer:
         return LeafComparer(file, tensors, self.ignored, (Neutral(self.outputs[0]), Neutral(self.outputs[1])), tally)

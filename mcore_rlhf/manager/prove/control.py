@@ -14,7 +14,7 @@ import numpy as np
 
 from mcore_rlhf.core.catalog import FLOATING, Record
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.manager.run.steps import MANIFEST, is_hidden, read_manifest, step_folder, step_of
+from mcore_rlhf.manager.run.steps import is_hidden
 from mcore_rlhf.storage.beneath import Beneath, copy_file, copy_tree, new_folder, remove
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
@@ -24,9 +24,9 @@ from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.record_file import RecordFile
 
-from .command import metrics_of
+from .command import metrics_by_rank, metrics_of
 from .compare import children
-from .killing import require_committed, root_of
+from .places import checked_files, manifest_in, number_of, read, require_committed, root_of
 
 _NOT_MODELS = ("data/", "rlhf/", "rng/")
 _PIECE_NBYTES = 16 << 20
@@ -39,19 +39,22 @@ class Broken:
     Args:
         file: The file, relative to the step.
         key: The tensor's place in it.
-        record: The record that holds it: the lowest mantissa bit of every element of it was flipped.
+        record: The record that holds it: one bit of every element of it was flipped.
+        coarse: Whether that is the sign, and not the lowest bit of the mantissa: what a check with tolerances has to see.
     """
 
     file: str
     key: str
     record: Record
+    coarse: bool = False
 
     def __str__(self) -> str:
         """In words."""
-        return f"{self.file}: {self.key}, the lowest bit of each of {self.record.numel} {self.record.dtype} elements"
+        bit = "sign" if self.coarse else "lowest bit"
+        return f"{self.file}: {self.key}, the {bit} of each of {self.record.numel} {self.record.dtype} elements"
 
 
-def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] = ()) -> Broken:
+def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] = (), *, coarse: bool = False) -> Broken:
     """Copy a killed run's output and metrics, with one of its steps only, and break that.
 
     Args:
@@ -59,28 +62,53 @@ def make_control(source: Path, target: Path, step: int, stubs: tuple[str, ...] =
         target: The copy's, which does not exist.
         step: The step to resume from.
         stubs: Pickled classes to load as inert stubs.
+        coarse: See :class:`Broken`.
 
     Raises:
         NotACheckpoint: The step is not committed.
         Unsupported: There is no tensor of floating-point numbers in its models.
         StorageError: The file system refuses.
     """
-    root = root_of(source)
-    require_committed(root, step, str(source))
-    try:
-        copy_tree(source, target, _other_steps(root, step), frozenset({step_folder(root, step)}))
-        if metrics_of(source).is_file():  # without the lines until the kill, the control would differ by itself
-            copy_file(metrics_of(source), metrics_of(target))
-    except OSError as error:
-        raise storage_error(error, target, "copy to") from error
-    folder = step_folder(target / root.relative_to(source), step)
-    broken = chosen(folder, stubs)
+    folder = copy_run(source, target, step)
+    broken = replace(chosen(folder, stubs), coarse=coarse)
     _rewrite(folder, broken, stubs)
     return broken
 
 
+def copy_run(source: Path, target: Path, step: int) -> Path:
+    """Copy a run's output and metrics, with one of its steps only.
+
+    Args:
+        source: The run's output folder.
+        target: The copy's, which does not exist.
+        step: The step to copy.
+
+    Returns:
+        The copy's folder of the step.
+
+    Raises:
+        NotACheckpoint: The step is not committed.
+        StorageError: The file system refuses.
+    """
+    root = root_of(source)
+    folder = require_committed(root, step, str(source))
+    try:
+        copy_tree(source, target, _other_steps(root, step), frozenset({folder}))
+        for rank, path in metrics_by_rank(
+            source
+        ).items():  # without the lines until the kill, a copy would differ by itself
+            copy_file(path, metrics_of(target, rank))
+    except OSError as error:
+        raise storage_error(error, target, "copy to") from error
+    return target / folder.relative_to(source)
+
+
 def _other_steps(root: Path, step: int) -> frozenset[Path]:
-    return frozenset(path for path in root.iterdir() if is_hidden(path) or step_of(path) not in (None, step))
+    return frozenset(path for path in root.iterdir() if _is_other(path, step))
+
+
+def _is_other(path: Path, step: int) -> bool:
+    return path.is_dir() and (is_hidden(path) or number_of(path) not in (None, step))
 
 
 def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
@@ -101,7 +129,7 @@ def chosen(folder: Path, stubs: tuple[str, ...] = ()) -> Broken:
 
 
 def _model_files(folder: Path) -> list[str]:
-    names = sorted(read_manifest(folder).files)
+    names = sorted(checked_files(folder))
     return [name for name in names if name.endswith(".pt") and not name.startswith(_NOT_MODELS)]
 
 
@@ -131,7 +159,7 @@ def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
     new_folder(aside)
     pt = read_pt(folder, broken.file, stubs=stubs)
     with Pt.of(pt.tree).create(aside / path.name, broken.file) as writer:
-        crcs = {key: _copy(pt, writer, key, broken.record) for key in writer.open_records}
+        crcs = {key: _copy(pt, writer, key, broken) for key in writer.open_records}
         written = writer.finish(crcs)
     with Beneath(folder) as root:
         root.move((aside / path.name).relative_to(folder).as_posix(), broken.file)
@@ -139,31 +167,33 @@ def _rewrite(folder: Path, broken: Broken, stubs: tuple[str, ...]) -> None:
     _update_manifest(folder, broken.file, written)
 
 
-def _copy(pt: PtFile, writer: RecordFile, key: str, broken: Record) -> int:
+def _copy(pt: PtFile, writer: RecordFile, key: str, broken: Broken) -> int:
     """Copy a record, or its broken form; returns its CRC-32."""
     member, crc = pt.directory.members[key], 0
     with opened(pt.directory.path) as file:
         for at in range(0, member.nbytes, _PIECE_NBYTES):
             data = file.read(member.byte_offset + at, min(_PIECE_NBYTES, member.nbytes - at))
-            if key == broken.key:
-                data = flipped(data, broken.dtype.itemsize)
+            if key == broken.record.key:
+                data = flipped(data, broken.record.dtype.itemsize, coarse=broken.coarse)
             writer.write(key, at, data)
             crc = crc32(data, crc)
     return crc
 
 
-def flipped(data: bytes, itemsize: int) -> bytes:
-    """Elements with their lowest bits flipped.
+def flipped(data: bytes, itemsize: int, *, coarse: bool = False) -> bytes:
+    """Elements with their lowest bits flipped, or their signs.
 
     Args:
         data: Little-endian numbers.
         itemsize: Bytes of each.
+        coarse: Whether it is the sign.
     """
     words = np.frombuffer(data, dtype=f"<u{itemsize}").copy()
-    words ^= 1
+    words ^= words.dtype.type(1 << (8 * itemsize - 1) if coarse else 1)
     return bytes(words.tobytes())
 
 
 def _update_manifest(folder: Path, file: str, entry: FileEntry) -> None:
-    manifest = read_manifest(folder)
-    replace_text(folder / MANIFEST, replace(manifest, files={**manifest.files, file: entry}).to_json())
+    manifest, name = read(folder), manifest_in(folder)
+    if manifest is not None and name is not None:
+        replace_text(folder / name, replace(manifest, files={**manifest.files, file: entry}).to_json())

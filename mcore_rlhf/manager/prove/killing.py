@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.steps import step_folder, step_of, step_of_aside
-
 from .command import Command
+from .places import holds_ours, is_committed, is_step, number_aside, number_of, roots, step_in, written_at
 
 Moment = Literal["step-commit", "during-save", "random"]
 """``step-commit``: as soon as step N is committed. ``during-save``: while a later step is being written. ``random``: at any
@@ -23,41 +20,6 @@ time between these, drawn from the seed."""
 _PAUSE_S = 0.001
 
 _REDRAW = 0.5
-
-
-def roots(output: Path) -> list[Path]:
-    """All folders at or below ``output`` that hold steps; steps themselves and hidden folders are not looked into."""
-    found = []
-    for parent, folders, _ in os.walk(output):
-        if any(_is_step(name) for name in folders):
-            found.append(Path(parent))
-        folders[:] = sorted(name for name in folders if not _is_step(name) and not name.startswith("."))
-    return found
-
-
-def _is_step(name: str) -> bool:
-    return step_of(Path(name)) is not None or step_of_aside(Path(name)) is not None
-
-
-def root_of(output: Path) -> Path:
-    """The one folder of steps of a run.
-
-    Raises:
-        NotACheckpoint: There is none.
-        UsageError: There are several.
-    """
-    found = roots(output)
-    if not found:
-        raise NotACheckpoint(
-            f"{output}: no folder global_step_N is in it, at any depth\n"
-            "The command must save with CheckpointManager below {dir}, at step N and at its last step."
-        )
-    if len(found) > 1:
-        raise UsageError(
-            f"{output}: {len(found)} folders hold steps: {', '.join(str(root.relative_to(output)) for root in found)}\n"
-            "The check is of one run: let the command save into one root."
-        )
-    return found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +56,8 @@ class Watch:
         """
         found = []
         for path in self._folders():
-            number = step_of(path)
-            if number is not None and (path in self._committed or steps.is_committed(path)):
+            number = number_of(path)
+            if number is not None and (path in self._committed or is_committed(path)):
                 self._committed[path] = number
                 found.append(number)
         return sorted(found)
@@ -103,7 +65,7 @@ class Watch:
     def partial(self, after: int = -1) -> Partial | None:
         """A step beyond ``after`` of which files of a role, of the data or of RNG states are being written."""
         for path in self._folders():
-            number = step_of_aside(path) if ".partial-" in path.name else None
+            number = number_aside(path) if ".partial-" in path.name else None
             if number is not None and number > after:
                 files = dict(_files_in_folders(path))
                 if files:
@@ -118,11 +80,15 @@ class Watch:
             names = os.listdir(root)
         except OSError:
             return []
-        return [root / name for name in names if _is_step(name)]
+        return [root / name for name in names if is_step(root / name)]
 
     def _find(self) -> Path | None:
+        """The root; looked for again as long as it has no step of ours, as another folder may only be called like a trainer's step."""
         if self._root is None:
-            self._root = next(iter(roots(self._output)), None)
+            found = next(iter(roots(self._output)), None)
+            if found is None or not holds_ours(found):
+                return found
+            self._root = found
         return self._root
 
 
@@ -135,22 +101,6 @@ def _files_in_folders(folder: Path) -> Iterator[tuple[str, int]]:
                 yield path.relative_to(folder).as_posix(), path.stat().st_size
             except OSError:
                 continue
-
-
-def require_committed(root: Path, step: int, run: str) -> Path:
-    """The folder of a step that must be whole.
-
-    Raises:
-        NotACheckpoint: It is not; those that are, are named.
-    """
-    folder = step_folder(root, step)
-    if not steps.is_committed(folder):
-        there = ", ".join(str(found.step) for found in steps.committed(root)) or "none"
-        raise NotACheckpoint(
-            f"{root}: {run} has not committed step {step}; committed: {there}\n"
-            "Let it save at its last step, and count {steps} from the start of training, as the step numbers do."
-        )
-    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +191,11 @@ def _wait(command: Command, tick: Callable[[], None], until: Callable[[], bool])
 
 
 def span(root: Path, step: int, last: int) -> float:
-    """Seconds between two commits of a run, from the times of their manifests; 0 where the first was deleted since."""
+    """Seconds between two saves of a run, from the times of their last files; 0 where the first was deleted since."""
     times = []
     for number in (step, last):
-        try:
-            times.append((root / f"global_step_{number}" / "manifest.json").stat().st_mtime)
-        except OSError:
+        written = written_at(step_in(root, number))
+        if not written:
             return 0.0
+        times.append(max(nanoseconds for nanoseconds, _ in written.values()) / 1e9)
     return max(0.0, times[1] - times[0])

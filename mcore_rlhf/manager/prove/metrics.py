@@ -10,7 +10,9 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
-from .compare import Finding, Ignored, Tally, shown
+from .compare import Finding, Tally, measured, shown
+from .ignored import Ignored
+from .profiles import EXACT, Profile, between, decimal
 
 STEP_NAMES = ("step", "global_step", "iteration")
 """The field that says which step a line is of: the first of these that it has."""
@@ -102,9 +104,11 @@ class MetricsComparer:
 
     Args:
         ignored: What is not compared.
+        profile: How far numbers with a point may be off.
     """
 
     ignored: Ignored = field(default_factory=Ignored)
+    profile: Profile = EXACT
 
     def compare(self, a: Path, b: Path) -> MetricsComparison:
         """Compare every line of the second run with the uninterrupted one's line of the same step.
@@ -149,8 +153,23 @@ class MetricsComparer:
             elif first == second and type(first) is type(second):
                 tally.same()
             else:
-                tally.differs(Finding(_WHERE, f"step {a.step}/{name}", _text(first), _text(second), detail))
+                self._count(
+                    Finding(_WHERE, f"step {a.step}/{name}", _text(first), _text(second), detail),
+                    name,
+                    first,
+                    second,
+                    tally,
+                )
         return tally.differing == before
+
+    def _count(self, finding: Finding, name: str, first: object, second: object, tally: Tally) -> None:
+        """Count two values that are not the same."""
+        row = self.profile.row(f"{_WHERE}:{name}")
+        off = None if row is None else between(_WHERE, finding.key, decimal(first), decimal(second), row)
+        if off is not None and off.within:
+            tally.passes(off)
+        else:
+            tally.differs(finding if off is None else measured(finding, off))
 
 
 def _pairs(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:

@@ -38,6 +38,10 @@ def make_run(output: Path, value: float, metrics: str = '{"step":4,"loss":1.0}\n
             "--kill-after: expected one of step-commit, during-save, random, found 'lunch'",
         ),
         (["--demo", "--algorithm", "dpo"], "--algorithm: expected one of grpo, ppo, found 'dpo'"),
+        (
+            ["--profile", "bf16", *TRAIN],
+            "--profile: expected one of exact, fp32-reduction, bf16-reduction, loose, found 'bf16'",
+        ),
         (["--control", "C", *TRAIN], "it goes with --compare"),
         (["--compare", "A", "B", *TRAIN], "leave the command away"),
         (["--compare", "A", "B", "--print-commands"], "exclude one another"),
@@ -84,6 +88,23 @@ def test_comparing_different_runs_names_what_differs(cli: Cli, tmp_path: Path) -
     assert "step 5/loss 0.5 and 0.75" in outcome.words()
     assert cli("resume-check", "--compare", a, b, "--ignore", "metrics:loss", "--ignore", "actor/state.pt").code == 1
     assert cli("resume-check", "--compare", a, b, "--ignore", "metrics:loss", "--ignore", "actor/*:*").code == 0
+
+
+def test_a_profile_says_what_it_let_pass_and_how_far_the_worst_was_off(cli: Cli, tmp_path: Path) -> None:
+    a, c = make_run(tmp_path / "A", 2.0), make_run(tmp_path / "C", -2.0)
+    b = make_run(tmp_path / "B", 2.0625, '{"step":4,"loss":1.0}\n{"step":5,"loss":0.5001}\n')
+    outcome = cli("resume-check", "--compare", a, b, "--control", c, "--profile", "bf16-reduction")
+    assert outcome.code == 0
+    assert "values equal within different" in outcome.words()
+    assert "WITHIN: the resumed run is the uninterrupted one as far as the profile asks" in outcome.words()
+    worst = "actor/state.pt: optimizer/exp_avg, off by 0.0625, allowed 0.125"
+    assert f"profile bf16-reduction: the value that takes most of what it allows is {worst}" in outcome.words()
+    facts = cli("resume-check", "--compare", a, b, "--control", c, "--profile", "bf16-reduction", "--json").json
+    assert (facts["verdict"], facts["passed"], facts["profile"]["name"]) == ("within", True, "bf16-reduction")
+    assert facts["worst"] == {"where": "actor/state.pt", "key": "optimizer/exp_avg", "off": 0.0625, "allowed": 0.125}
+    assert (facts["runs"][0]["states"]["within"], facts["runs"][0]["metrics"]["within"]) == (1, 1)
+    exact = cli("resume-check", "--compare", a, b, "--control", c, "--json")
+    assert (exact.code, exact.json["first_difference"]["key"]) == (1, "step 5/loss")
 
 
 def test_a_control_that_is_equal_makes_the_check_blind(cli: Cli, tmp_path: Path) -> None:

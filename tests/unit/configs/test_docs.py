@@ -111,12 +111,18 @@ def _kind(block: str, file: Path) -> str:
 
 
 def _workflow(document: dict[str, Any]) -> str:
-    """A workflow whose steps use an action or run a command, and one of them the very command that the page shows."""
+    """A workflow that runs, by our Action, the very command that the page shows; each of its inputs is one that the Action has."""
     steps = [step for job in document["jobs"].values() for step in job["steps"]]
     assert all(("uses" in step) != ("run" in step) for step in steps)
     assert True in document, "`on` is YAML's true"
-    (shown,) = re.findall(r"^\$ (mcore-rlhf .*)$", _page("how-to/check-resume-in-ci.md"), re.MULTILINE)
-    assert shown in [step.get("run") for step in steps]
+    folder = ".github/actions/resume-check"
+    (ours,) = [step["with"] for step in steps if step.get("uses", "").endswith(folder)]
+    action = yaml.safe_load((PROJECT / folder / "action.yml").read_text(encoding="utf-8"))
+    assert ours.keys() <= action["inputs"].keys()
+    command = (
+        f"mcore-rlhf resume-check --steps {ours['steps']} --more {ours['more']} --dir resume-check -- {ours['command']}"
+    )
+    assert command in re.findall(r"^\$ (mcore-rlhf .*)$", _page("how-to/check-resume-in-ci.md"), re.MULTILINE)
     return "workflow"
 
 

@@ -19,10 +19,12 @@ import torch
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck, compare_outputs
 from mcore_rlhf.manager.prove.command import Command, RunPlaces, Template
-from mcore_rlhf.manager.prove.compare import Ignored, StepComparer
+from mcore_rlhf.manager.prove.compare import StepComparer
 from mcore_rlhf.manager.prove.control import chosen, flipped, make_control
-from mcore_rlhf.manager.prove.killing import KillPlan, Watch, root_of
+from mcore_rlhf.manager.prove.ignored import Ignored
+from mcore_rlhf.manager.prove.killing import KillPlan, Watch
 from mcore_rlhf.manager.prove.metrics import MetricsComparer, read_lines
+from mcore_rlhf.manager.prove.places import root_of
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file
 from tests.unit.manager.roots import make_step
