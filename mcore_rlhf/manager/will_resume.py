@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from math import prod
 
 from mcore_rlhf.core.facts import Kind
@@ -21,6 +22,7 @@ from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, names_in
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
 from mcore_rlhf.trainers.loaders.known import LOADERS
@@ -29,6 +31,8 @@ from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
+_DEPTH = 4
+"""``param_groups/0/params/0``."""
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _LOOKED_INTO = 4096
 """Files of a folder that are looked into; of those after them only the names are asked."""
@@ -251,7 +255,25 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
     if place != step:
         beside = [name for name in above if not (step / name).is_relative_to(place)]
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
-    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world)
+    keys = cache(partial(_keys_in, place))
+    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, keys)
+
+
+def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
+    """The keys of what ``torch.save`` or JSON put into a file, to the depth at which an optimizer's are told apart."""
+    try:
+        tree = reading.read_json(folder / name) if name.endswith(".json") else read_pt(folder, name).tree
+    except (CheckpointError, OSError, ValueError):
+        return frozenset()
+    return frozenset(_paths(tree, "", _DEPTH))
+
+
+def _paths(value: object, at: str, depth: int) -> Iterator[str]:
+    if at:
+        yield at
+    inner = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    for key, one in inner.items() if depth else ():
+        yield from _paths(one, f"{at}/{key}" if at else str(key), depth - 1)
 
 
 def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ table stand from what stops a run, over what is passed over, to what is restored
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -151,6 +152,7 @@ class Seen:
         held: What a reader finds.
         settings: The configuration.
         world: Ranks that are to load; None where nobody says, and they are as many as saved.
+        keys: Gives the keys of what a file of the model's folder holds, those of nests with ``/``; none where it holds no such thing.
     """
 
     role: str
@@ -160,6 +162,7 @@ class Seen:
     held: Held
     settings: Settings
     world: int | None = None
+    keys: Callable[[str], frozenset[str]] = lambda name: frozenset()
 
     def matching(self, *patterns: str) -> list[str]:
         """The model's files that a pattern fits, in order."""
@@ -282,6 +285,66 @@ def broken(*patterns: str) -> Callable[[Seen], object]:
         return found and {"file": found, "wrong": seen.broken[found]}
 
     return when
+
+
+def without(pattern: str, *keys: str) -> Callable[[Seen], object]:
+    """A file that fits can be read, and lacks a key: ``{file}`` and ``{key}``."""
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            there = seen.keys(name)
+            gone = [key for key in keys if key not in there]
+            if there and gone:
+                return {"file": name, "key": gone[0]}
+        return None
+
+    return when
+
+
+def stateless(pattern: str) -> Callable[[Seen], object]:
+    """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``."""
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            params, states = _numbered(seen.keys(name))
+            if gone := params - states.keys():
+                return {"file": name, "count": f"{len(gone)} of {len(params)}"}
+        return None
+
+    return when
+
+
+def uneven(pattern: str) -> Callable[[Seen], object]:
+    """A parameter's state in an optimizer that fits lacks what most others have: ``{file}``, ``{key}`` and ``{count}``."""
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            params, states = _numbered(seen.keys(name))
+            counts = Counter(key for param in params for key in states.get(param, ()))
+            short = {key: many for key, many in counts.items() if len(states) / 2 < many < len(states)}
+            if short:
+                key = min(short)
+                return {"file": name, "key": key, "count": f"{len(states) - short[key]} of {len(states)}"}
+        return None
+
+    return when
+
+
+_PARAM, _STATE, _ADAMS = (
+    re.compile(pattern)
+    for pattern in (r"param_groups/(\d+)/params/(\d+)", r"state/(\d+)/([^/]+)", r"param_groups/(\d+)/betas")
+)
+
+
+def _numbered(keys: frozenset[str]) -> tuple[set[int], dict[int, set[str]]]:
+    """The parameters of a torch optimizer's Adam groups, as it numbers them, and the keys of each one's state."""
+    places = sorted((int(found[1]), int(found[2])) for key in keys if (found := _PARAM.fullmatch(key)))
+    adams = {int(found[1]) for key in keys if (found := _ADAMS.fullmatch(key))}
+    states: dict[int, set[str]] = {}
+    for found in filter(None, map(_STATE.fullmatch, keys)):
+        states.setdefault(int(found[1]), set()).add(found[2])
+    params = {number for number, (group, _) in enumerate(places) if group in adams}
+    return params, {number: found for number, found in states.items() if number in params}
 
 
 def asked(*keys: str) -> Callable[[Seen], object]:

@@ -47,6 +47,31 @@ def emptied(name: str) -> Change:
     return lambda folder: (folder / name).write_bytes(b"")
 
 
+def without(name: str, *path: str | int) -> Change:
+    """Take one key out of what a file holds."""
+
+    def change(folder: Path) -> None:
+        is_json = name.endswith(".json")
+        tree = json.loads((folder / name).read_text()) if is_json else torch.load(folder / name, weights_only=False)
+        inner = tree
+        for key in path[:-1]:
+            inner = inner[key]
+        del inner[path[-1]]
+        if is_json:
+            (folder / name).write_text(json.dumps(tree))
+        else:
+            torch.save(tree, folder / name)
+
+    return change
+
+
+def of_no_parameter(name: str) -> Change:
+    def change(folder: Path) -> None:
+        torch.save({**torch.load(folder / name, weights_only=False), "state": {}}, folder / name)
+
+    return change
+
+
 def agree(found: Forecast, seen: Restored | None) -> None:
     """What is said and what was seen: None where the loader stopped with an error."""
     (prospects,) = found.roles.values()
@@ -147,6 +172,15 @@ TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
     "weights of zeros": (zeroed("model.safetensors"), {}),
     "counters cut": (cut("trainer_state.json"), {}),
     "data begin again": (lambda folder: None, {"ignore_data_skip": True}),
+    **{
+        f"{file} without {'/'.join(map(str, path))}": (without(file, *path), {})
+        for file, path in [
+            ("optimizer.pt", ("state",)), ("optimizer.pt", ("param_groups",)), ("optimizer.pt", ("state", 0)),
+            ("optimizer.pt", ("state", 1, "exp_avg")), ("scheduler.pt", ("last_epoch",)), ("rng_state.pth", ("python",)),
+            ("rng_state.pth", ("numpy",)), ("rng_state.pth", ("cpu",)), ("trainer_state.json", ("global_step",)),
+        ]
+    },
+    "optimizer.pt of no parameter": (of_no_parameter("optimizer.pt"), {}),
     "random states of two ranks": (lambda f: (f / "rng_state.pth").rename(f / "rng_state_0.pth"), {}),
 }  # fmt: skip
 
@@ -205,6 +239,9 @@ ACCELERATE_CASES: dict[str, Change] = {
     **{f"no {name}": gone(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     **{f"{name} of zeros": zeroed(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     "optimizer.bin cut": cut("optimizer.bin"),
+    "optimizer.bin without state": without("optimizer.bin", "state"),
+    "optimizer.bin without param groups": without("optimizer.bin", "param_groups"),
+    "optimizer.bin of no parameter": of_no_parameter("optimizer.bin"),
     "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
 }  # fmt: skip
 

@@ -21,6 +21,9 @@ from mcore_rlhf.trainers.resuming import (
     missing_ranks,
     refused,
     rows_of,
+    stateless,
+    uneven,
+    without,
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
@@ -42,6 +45,11 @@ ROWS = rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "255", broken("optimizer*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "optimizer.bin is not there, and is opened without a look", "255",
         lacks("optimizer.bin", "optimizer_0/*", "pytorch_optimizer*"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "255", without("optimizer*.bin", "param_groups", "state")),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "255",
+        uneven("optimizer*.bin")),
+    Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said", "255",
+        stateless("optimizer*.bin")),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order", "255", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.bin is not there; it is opened where the script prepared a scheduler", "263",
