@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from .checksum import crc32
 from .paths import cannot_open
 from .reading import LocalFile
@@ -147,6 +145,8 @@ class _Window:
 
     def _heads_behind(self, at: int, number: int) -> Iterator[tuple[int, int]]:
         """Where a later frame may begin, and its number, by what would be its head."""
+        import numpy as np  # what only looks at a folder never comes here
+
         last = number + (self.file.nbytes - at) // OVERHEAD + 1
         for start in range(at, self.file.nbytes - OVERHEAD + 1, _WINDOW_NBYTES):
             data = bytes(self._bytes(start, min(_WINDOW_NBYTES + OVERHEAD - 1, self.file.nbytes - start)))

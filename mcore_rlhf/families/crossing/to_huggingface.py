@@ -290,9 +290,8 @@ class _InHuggingface:
         )
         first = words if stored is None or stored > (rows or 0) else max(words, stored)
         there = rows is not None and rows > words and first < rows
-        return (
-            {"first": first, "last": (rows or 0) - 1, "of": [] if self.words_cut() else [ELEMENTS]} if there else None
-        )
+        of = {} if self.words_cut() else {"of": [ELEMENTS]}  # which the rule on these has then
+        return {"first": first, "last": (rows or 0) - 1, **of} if there else None
 
 
 def _rows(found: Sequence[Difference]) -> list[Values]:
