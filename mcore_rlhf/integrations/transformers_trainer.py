@@ -16,6 +16,7 @@ Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,8 +91,7 @@ class Committing(_Trainer):
         limit, given = self.args.save_total_limit, self.step_options
         if given.keep is not None or not limit or limit < 1:
             return given
-        changed = {name: getattr(given, name) for name in StepOptions.__dataclass_fields__}
-        return StepOptions(**{**changed, "keep": Retention([KeepLast(limit)])})
+        return replace(given, keep=Retention([KeepLast(limit)]))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self._steps is None:  # not from train()

@@ -18,6 +18,7 @@ Source: verl 0.9.1, ``trainer/ppo/ray_trainer.py`` (``RayPPOTrainer``) and ``tra
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,7 @@ def _kept(settings: Any, given: StepOptions | None) -> StepOptions:
         limits = [1]
     if (given is not None and given.keep is not None) or not max(limits) > 0:
         return given or StepOptions()
-    values = {name: getattr(given or StepOptions(), name) for name in StepOptions.__dataclass_fields__}
-    return StepOptions(**{**values, "keep": Retention([KeepLast(max(limits))])})
+    return replace(given or StepOptions(), keep=Retention([KeepLast(max(limits))]))
 
 
 def _refuse(config: Any) -> None:
