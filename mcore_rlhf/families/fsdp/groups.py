@@ -127,6 +127,10 @@ def name_numbers(
     numbers = [str(number) for fields in ordered for number in _params(fields)]
     if sorted(numbers, key=int) != [str(n) for n in range(len(numbers))]:
         raise Unsupported(f"{folder}: the optimizer's state is numbered, but its param groups list {numbers[:5]}")
+    if strange := sorted(states.keys() - {*numbers}):
+        raise Unsupported(
+            f"{folder}: the optimizer has states of the numbers {strange[:5]}, which no param group lists"
+        )
     deals = [(how, deal) for how, deal in _deals(shapes) if len(deal) == len(ordered)]
     known = {name: (prod(shape),) for name, shape in shapes.items()} if flat else shapes
     fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, known, states)) is not None]

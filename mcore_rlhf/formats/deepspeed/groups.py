@@ -78,6 +78,7 @@ def read_groups(opened: OpenedTag, mp_rank: int, problems: Problems) -> list[Sto
     if not isinstance(shapes, list):
         where = opened.model[0, mp_rank].directory.path
         raise Unsupported(f"{where}: has no 'param_shapes', and without them the flat groups cannot be told apart")
+    _check_groups(opened, mp_rank, len(shapes))
     owners = _param_group_of(opened.optimizer(0, mp_rank), len(shapes))
     groups = []
     for number, members in enumerate(shapes):
@@ -100,8 +101,29 @@ def param_group_fields(opened: OpenedTag, mp_rank: int) -> list[dict[str, object
 
 
 def _inner(state: Mapping[str, Any]) -> Any:
-    """The state dict of the torch optimizer inside."""
+    """The state dict of the torch optimizer inside; of an elastic checkpoint a list of states."""
     return state["optimizer_state_dict"] if "optimizer_state_dict" in state else state.get("base_optimizer_state", [])
+
+
+def _check_groups(opened: OpenedTag, mp_rank: int, count: int) -> None:
+    """Every flat group has states, and a param group that they are of.
+
+    Raises:
+        Unsupported: It has not.
+    """
+    for dp_rank in range(opened.dp):
+        inner = _inner(opened.optimizer(dp_rank, mp_rank))
+        listed = (
+            [flat for group in inner["param_groups"] for flat in group["params"]]
+            if isinstance(inner, Mapping)
+            else inner
+        )
+        if len(listed) != count:
+            where = opened.optim[dp_rank, mp_rank].directory.path
+            raise Unsupported(
+                f"{where}: 'param_shapes' has {count} flat groups, but its optimizer has {len(listed)}"
+                + ("" if listed else ": neither base_optimizer_state nor optimizer_state_dict is there")
+            )
 
 
 def _param_group_of(state: Mapping[str, Any], count: int) -> list[int]:

@@ -234,12 +234,19 @@ def read_plain(pt: PtFile, module: StoredModule, rules: Rules) -> Stage0Optimize
         raise Unsupported(
             f"{pt.directory.path}: 'optimizer' is no state dict of an optimizer: it has {', '.join(map(str, inner))}"
         )
+    if any(not isinstance(group, Mapping) or not isinstance(group.get("params"), list) for group in groups):
+        raise Unsupported(
+            f"{pt.directory.path}: expected the numbers of parameters, 'params', in each param group of 'optimizer'"
+        )
     optimizer = Stage0Optimizer([{k: pt.materialize(v) for k, v in group.items() if k != "params"} for group in groups])
     if FUSED in stored:
         _read_fused(pt, stored[FUSED], inner["state"], module, optimizer)
         return optimizer
     states = [[dict(inner["state"].get(index, {})) for index in group["params"]] for group in groups]
     if (masters := stored.get(UNFUSED)) is not None:
+        if [len(group) for group in masters] != [len(group) for group in states]:
+            counts = f"{[len(group) for group in masters]}, but its param groups {[len(group) for group in states]}"
+            raise Unsupported(f"{pt.directory.path}: the lists in {UNFUSED} have the lengths {counts}")
         for number, group in enumerate(states):
             for position, state in enumerate(group):
                 state[MASTER] = masters[number][position]

@@ -238,10 +238,12 @@ MODEL = fields(
     frozen_param_shapes=maybe(SHAPES),
     frozen_param_fragments=maybe(by_name(_TENSOR)),
     shared_params=maybe(by_name(TEXT)),
-    optimizer=maybe(fields(optimizer_state_dict=_TORCH_OPTIMIZER)),
+    optimizer=maybe(
+        fields(optimizer_state_dict=_TORCH_OPTIMIZER, fp32_groups=each(each(_TENSOR)), fp32_groups_flat=each(_TENSOR))
+    ),
     global_steps=maybe(INT),
     num_experts=maybe(either(INT, each(INT))),
-    checkpoint_parallel_dimensions=maybe(fields(pp_degree=INT, tp_degree=INT)),
+    checkpoint_parallel_dimensions=maybe(fields(("pp_degree", "tp_degree"), pp_degree=INT, tp_degree=INT)),
     universal_checkpoint_info=maybe(fields(affine_map=maybe(fields(params=by_name(_AFFINE))))),
 )
 """A model file."""

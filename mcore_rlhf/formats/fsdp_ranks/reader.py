@@ -23,7 +23,7 @@ from mcore_rlhf.core.catalog import (
     TensorName,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.order import Unit, ordered
@@ -355,9 +355,12 @@ class _RanksReader:
         """A step, which all ranks have counted alike.
 
         Raises:
-            LayoutMismatch: They have not.
+            CheckpointError: They have not, or one that has such states lacks it.
         """
         there = [(file, rank) for file, rank in zip(self.optim, ranks, strict=True) if number in rank]
+        for file, rank in there:
+            if key not in rank[number]:
+                raise Incomplete(f"{file.directory.path}: parameter {number} has no {key}, which it has on other ranks")
         first, *others = (scalar_of(file, rank[number][key]) for file, rank in there)
         for (file, _), other in zip(there[1:], others, strict=True):
             if not same(other, first) and not getattr(first, "shape", ()):  # what has dimensions is FSDP1's

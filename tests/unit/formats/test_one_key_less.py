@@ -1,0 +1,101 @@
+"""From what genuine files hold one key is taken: whoever opens the folder says what is wrong, or can do without it.
+
+A reader that takes a key for granted ends in a KeyError, which a user sees as a defect of this program.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.registry import is_model, open_without_manifest
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+FOLDERS = sorted(path for path in GOLDENS.glob("*/*") if path.is_dir() and is_model(path))
+_DEPTH, _ALIKE = 5, 30
+_GOLDENS, _FILES, _EACH = 16, 3, 5
+"""So many goldens are chosen, of each so many files, and of each so many keys, of some hundreds."""
+At = tuple[str | int, ...]
+
+
+def _load(file: Path) -> Any:
+    """What is in a file; None where it is neither JSON nor torch's."""
+    try:
+        return json.loads(file.read_text()) if file.suffix == ".json" else torch.load(file, weights_only=False)
+    except Exception:  # whatever torch raises for other files
+        return None
+
+
+def _keys(tree: Any, at: At = ()) -> Iterator[At]:
+    """Where there is something to take, attributes of ``args`` included; of many alike the first and the last."""
+    if at:
+        yield at
+    found = dict(enumerate(tree)) if isinstance(tree, list) else _below(tree)
+    keys = list(found)
+    if len(at) < _DEPTH:
+        for key in keys if len(keys) <= _ALIKE else [*keys[:3], *keys[-2:]]:
+            yield from _keys(found[key], (*at, key))
+
+
+def _below(tree: Any) -> Any:
+    """What has keys: a dictionary or a list itself, and what ``args`` holds."""
+    return tree if isinstance(tree, dict | list) else vars(tree) if type(tree).__name__ == "Namespace" else {}
+
+
+def _without(tree: Any, at: At) -> Any:
+    inner = tree
+    for key in at[:-1]:
+        inner = _below(inner)[key]
+    del _below(inner)[at[-1]]
+    return tree
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("*")) if file.is_file()]
+
+
+def _cases(files: list[Path]) -> list[tuple[Path, At]]:
+    return [(file, at) for file in files for at in _keys(_load(file))]
+
+
+def _take(folder: Path, cases: list[tuple[Path, At]], scratch: Path) -> Iterator[str]:
+    """What went wrong with each key gone, by file and key."""
+    copy = Path(shutil.copytree(folder, scratch / folder.parent.name / folder.name))
+    for file, at in cases:
+        changed, tree = copy / file.relative_to(folder), _without(_load(file), at)
+        if file.suffix == ".json":
+            changed.write_text(json.dumps(tree))
+        else:
+            torch.save(tree, changed)
+        try:
+            inventory_of(open_without_manifest(copy, ReadOptions()))
+        except CheckpointError:
+            pass
+        except Exception as error:
+            yield f"{file.relative_to(GOLDENS)}: {'/'.join(map(str, at))}: {error!r}"
+        shutil.copy(file, changed)
+
+
+def test_a_key_is_gone(rng: random.Random, tmp_path: Path) -> None:
+    wrong: list[str] = []
+    for folder in rng.sample(FOLDERS, _GOLDENS):
+        files = _files(folder)
+        cases = [_cases([file]) for file in rng.sample(files, min(_FILES, len(files)))]
+        wrong += _take(folder, [one for of in cases for one in rng.sample(of, min(_EACH, len(of)))], tmp_path)
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
+def test_every_key_is_gone(folder: Path, tmp_path: Path) -> None:
+    assert not list(_take(folder, _cases(_files(folder)), tmp_path))
