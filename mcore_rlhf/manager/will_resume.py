@@ -31,8 +31,8 @@ from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
-_DEPTH = 4
-"""``param_groups/0/params/0``."""
+_DEPTH = 6
+"""``optimizer_state_dict/base_optimizer_state/param_groups/0/params/0``."""
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _LOOKED_INTO = 4096
 """Files of a folder that are looked into; of those after them only the names are asked."""
@@ -127,8 +127,10 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
         seen = _seen(role, place, taken.folder or path, settings, world)
         found = loader.prospects(seen)
         roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
-        if seen.held.problem:
-            notes.append(f"{role or 'the model'} cannot be opened: {seen.held.problem}")
+        if unknown := seen.held.problem or seen.held.unread:
+            notes.append(
+                f"{role or 'the model'} cannot be opened{'' if seen.held.problem else ' with its optimizer'}: {unknown}"
+            )
             doubtful += [] if any(one.row.outcome.is_loss for one in roles[role]) else [role]
     return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
 
@@ -271,7 +273,9 @@ def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
 def _paths(value: object, at: str, depth: int) -> Iterator[str]:
     if at:
         yield at
-    inner = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+    listed = value if isinstance(value, list | tuple) else ()
+    names = bool(listed) and all(isinstance(one, str) for one in listed)  # a list of names is asked for them
+    inner = value if isinstance(value, Mapping) else dict.fromkeys(listed) if names else dict(enumerate(listed))
     for key, one in inner.items() if depth else ():
         yield from _paths(one, f"{at}/{key}" if at else str(key), depth - 1)
 
@@ -296,7 +300,8 @@ def held_by(folder: ReadablePath) -> Held:
         dtypes[str(param.dtype)] += prod(param.global_shape)
     state = source.state
     return Held(
-        optimizer=source.optimizer not in (None, ""),
+        unread=headline(source.unread).replace(f"{folder}/", ""),
+        optimizer=source.optimizer not in (None, "") or bool(source.unread),
         scheduler=state.scheduler is not None,
         scaler=state.grad_scaler is not None,
         rng=any(item.kind is Kind.RNG for item in inventory),

@@ -68,10 +68,12 @@ class Held:
         dp: Data-parallel ranks.
         args: The run's arguments.
         values: Keys of further values.
+        unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
     """
 
     problem: str = ""
     incomplete: bool = False
+    unread: str = ""
     optimizer: bool = False
     scheduler: bool = False
     scaler: bool = False
@@ -287,26 +289,57 @@ def broken(*patterns: str) -> Callable[[Seen], object]:
     return when
 
 
-def without(pattern: str, *keys: str) -> Callable[[Seen], object]:
-    """A file that fits can be read, and lacks a key: ``{file}`` and ``{key}``."""
+def without(pattern: str, *keys: str, inside: str = "") -> Callable[[Seen], object]:
+    """A file that fits can be read, and lacks a key: ``{file}`` and ``{key}``.
+
+    Args:
+        pattern: Of the file.
+        keys: Each a key, or several with ``|`` between them, of which one is enough.
+        inside: A key with a ``/`` behind it: only where something lies there, which the keys are looked for in.
+    """
 
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
-            there = seen.keys(name)
-            gone = [key for key in keys if key not in there]
+            there = {key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)}
+            gone = [key for key in keys if there.isdisjoint(key.split("|"))]
             if there and gone:
-                return {"file": name, "key": gone[0]}
+                return {"file": name, "key": inside + gone[0].partition("|")[0]}
         return None
 
     return when
 
 
-def stateless(pattern: str) -> Callable[[Seen], object]:
-    """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``."""
+def lacks_of(pattern: str, group: str, *lists: str) -> Callable[[Seen], object]:
+    """A file that fits lists names, in a list or in several, that are not in a group of keys beside it: ``{file}`` and ``{key}``."""
 
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
-            params, states = _numbered(seen.keys(name))
+            there = seen.keys(name)
+            listed = {
+                match[1]
+                for key in there
+                for one in lists
+                if (match := re.fullmatch(rf"{one}(?:/\d+)?/([^/]*[^/\d][^/]*)", key))
+            }
+            gone = sorted(one for one in listed if f"{group}/{one}" not in there)
+            if gone and group in there:
+                return {"file": name, "key": f"{group}/{gone[0]}"}
+        return None
+
+    return when
+
+
+def stateless(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            params, states = _numbered(seen.keys(name), inside)
             if gone := params - states.keys():
                 return {"file": name, "count": f"{len(gone)} of {len(params)}"}
         return None
@@ -314,14 +347,25 @@ def stateless(pattern: str) -> Callable[[Seen], object]:
     return when
 
 
-def uneven(pattern: str) -> Callable[[Seen], object]:
-    """A parameter's state in an optimizer that fits lacks what most others have: ``{file}``, ``{key}`` and ``{count}``."""
+def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """Some parameters' states in an optimizer that fits lack what others have, or Adam's one moment: ``{file}``, ``{key}``, ``{count}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
 
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
-            params, states = _numbered(seen.keys(name))
-            counts = Counter(key for param in params for key in states.get(param, ()))
-            short = {key: many for key, many in counts.items() if len(states) / 2 < many < len(states)}
+            _, states = _numbered(seen.keys(name), inside)
+            counts = Counter(key for keys in states.values() for key in keys)
+            if "exp_avg_sq" in counts:
+                counts.setdefault("exp_avg", 0)
+            short = {
+                key: many
+                for key, many in counts.items()
+                if (len(states) <= 2 * many or key == "exp_avg") and many < len(states)
+            }
             if short:
                 key = min(short)
                 return {"file": name, "key": key, "count": f"{len(states) - short[key]} of {len(states)}"}
@@ -330,14 +374,52 @@ def uneven(pattern: str) -> Callable[[Seen], object]:
     return when
 
 
-_PARAM, _STATE, _ADAMS = (
+def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """A param group of an optimizer that fits lacks what its first step asks for, or a parameter that has a state: ``{file}``, ``{key}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            keys = [key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)]
+            has_adam = any(key.endswith("/exp_avg_sq") for key in keys)
+            groups: dict[str, set[str]] = {}
+            for found in filter(None, map(_GROUP.fullmatch, keys)):
+                groups.setdefault(found[1], set()).add(found[2])
+            for number, there in sorted(groups.items()):
+                is_adam = has_adam and there & {"betas", "eps"}
+                if gone := sorted(({*_ASKED_FOR, *_OF_ADAM} if is_adam else _ASKED_FOR) - there):
+                    return {"file": name, "key": f"{inside}param_groups/{number}/{gone[0]}"}
+            listed = sum(1 for key in keys if _PARAM.fullmatch(key))
+            strange = [int(one[1]) for key in keys if (one := _STATE.fullmatch(key)) and int(one[1]) >= listed]
+            if strange and groups:
+                return {
+                    "file": name,
+                    "key": f"number of parameter {min(strange)}, which has a state, in {inside}param_groups",
+                }
+        return None
+
+    return when
+
+
+_GROUP, _PARAM, _STATE, _ADAMS = (
     re.compile(pattern)
-    for pattern in (r"param_groups/(\d+)/params/(\d+)", r"state/(\d+)/([^/]+)", r"param_groups/(\d+)/betas")
+    for pattern in (
+        r"param_groups/(\d+)/([^/]+)",
+        r"param_groups/(\d+)/params/(\d+)",
+        r"state/(\d+)/([^/]+)",
+        r"param_groups/(\d+)/betas",
+    )
 )
+_ASKED_FOR, _OF_ADAM = {"params", "lr"}, {"betas", "eps", "weight_decay"}
 
 
-def _numbered(keys: frozenset[str]) -> tuple[set[int], dict[int, set[str]]]:
+def _numbered(everything: frozenset[str], inside: str) -> tuple[set[int], dict[int, set[str]]]:
     """The parameters of a torch optimizer's Adam groups, as it numbers them, and the keys of each one's state."""
+    keys = [key.removeprefix(inside) for key in everything if key.startswith(inside)]
     places = sorted((int(found[1]), int(found[2])) for key in keys if (found := _PARAM.fullmatch(key)))
     adams = {int(found[1]) for key in keys if (found := _ADAMS.fullmatch(key))}
     states: dict[int, set[str]] = {}

@@ -178,6 +178,9 @@ TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
             ("optimizer.pt", ("state",)), ("optimizer.pt", ("param_groups",)), ("optimizer.pt", ("state", 0)),
             ("optimizer.pt", ("state", 1, "exp_avg")), ("scheduler.pt", ("last_epoch",)), ("rng_state.pth", ("python",)),
             ("rng_state.pth", ("numpy",)), ("rng_state.pth", ("cpu",)), ("trainer_state.json", ("global_step",)),
+            ("optimizer.pt", ("param_groups", 0, "betas")), ("optimizer.pt", ("param_groups", 1, "lr")),
+            ("optimizer.pt", ("param_groups", 0)), ("optimizer.pt", ("param_groups", 1, "params", 0)),
+            ("optimizer.pt", ("state", 0, "step")),
         ]
     },
     "optimizer.pt of no parameter": (of_no_parameter("optimizer.pt"), {}),
@@ -241,6 +244,8 @@ ACCELERATE_CASES: dict[str, Change] = {
     "optimizer.bin cut": cut("optimizer.bin"),
     "optimizer.bin without state": without("optimizer.bin", "state"),
     "optimizer.bin without param groups": without("optimizer.bin", "param_groups"),
+    "optimizer.bin without a group": without("optimizer.bin", "param_groups", 0),
+    "optimizer.bin without the members of a group": without("optimizer.bin", "param_groups", 0, "params"),
     "optimizer.bin of no parameter": of_no_parameter("optimizer.bin"),
     "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
 }  # fmt: skip

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
+from tests.helpers.one_key import keys_of, without_key
 from tests.reference.deepspeed_live import Live
 from tests.reference.deepspeed_matrix import Matrix, same
 from tests.reference.deepspeed_models import Setting, config
@@ -97,3 +100,40 @@ def test_without_a_tracker_training_begins_anew(matrix: Matrix, tmp_path: Path) 
 def _written(folder: Path) -> Path:
     (folder / "ds.json").write_text("{}")
     return folder / "ds.json"
+
+
+EACH = [SAVED, Setting("plain", "fp32", 0, 1), *(
+    pytest.param(setting, marks=pytest.mark.slow)
+    for setting in (Setting("plain", "bf16", 3, 1), Setting("plain", "fp16", 1, 1), Setting("plain", "fp16", 0, 1))
+)]  # fmt: skip
+_UNREAD = re.compile(r".*/\d+|param_shapes.*|checkpoint_parallel_dimensions/.*")
+"""What our reader needs, or needs to agree, and DeepSpeed may not: the folder cannot be opened, which is said in place of an outcome."""
+
+
+@pytest.mark.parametrize("setting", EACH, ids=lambda setting: f"stage{setting.stage}-{setting.dtype}")
+def test_each_key_of_each_file_taken(matrix: Matrix, setting: Setting, tmp_path: Path) -> None:
+    source, seen = matrix.source(setting)
+    root, file = tmp_path / "root", tmp_path / "ds.json"
+    shutil.copytree(source, root)
+    file.write_text(json.dumps(config(setting, universal=False)))
+    settings, job = read_settings(file), "tests.reference.deepspeed_restored:after_loading"
+    wrong, taken = [], 0
+    for path in sorted(root.glob("global_step*/*.pt")):
+        whole = path.read_bytes()
+        for at in keys_of(torch.load(path, weights_only=False)):
+            if "ds_config" in at[:-1]:
+                continue
+            path.write_bytes(whole)
+            torch.save(without_key(torch.load(path, weights_only=False), at), path)
+            (live,) = matrix.pool.run(job, setting, str(root), {}, world_size=1, timeout=60.0)
+            found = forecast(root, loader_named("deepspeed")[0], settings)
+            told = {one.thing: one.row.outcome is Outcome.RESTORED for one in found.roles[""]}
+            restored = _restored(live, seen[0].start) if isinstance(live, Live) else {}
+            agrees = found.stops == isinstance(live, str) and all(told[thing] == one for thing, one in restored.items())
+            named = "/".join(map(str, at))
+            if not agrees and not (found.doubtful and _UNREAD.fullmatch(named)):
+                wrong.append(f"{path.name}: {named}: {live if isinstance(live, str) else restored}, told {told}")
+            taken += 1
+        path.write_bytes(whole)
+    assert not wrong
+    assert taken > 60

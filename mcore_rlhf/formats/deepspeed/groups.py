@@ -56,6 +56,11 @@ class StoredFlatGroup:
     whole: frozenset[str] = frozenset()
     unreduced: bool = False
 
+    def __str__(self) -> str:
+        return (
+            f"flat group with {self.names[0]}" if self.names else f"flat group {self.number}, which has no parameters"
+        )
+
     def geometry_of(self, state: str) -> Group | BorderGroup:
         """Where the parameters lie in a state."""
         flat = self.geometry
@@ -144,8 +149,12 @@ def _geometry(opened: OpenedTag, mp_rank: int, number: int, numels: Sequence[int
     if opened.sliced:
         return SlicedGroup(tuple(numels), dp)
     gaps = opened.optimizer(0, mp_rank).get("param_alignment_paddings") or ()
-    of_group = tuple(gaps[number]) if len(gaps) > number else ()
-    return FlatGroup(tuple(numels), dp, of_group if len(of_group) == len(numels) else ())
+    if gaps and (len(gaps) <= number or len(gaps[number]) != len(numels)):
+        where = opened.optim[0, mp_rank].directory.path
+        raise Unsupported(
+            f"{where}: param_alignment_paddings are not those of the {len(numels)} parameters of flat group {number}"
+        )
+    return FlatGroup(tuple(numels), dp, tuple(gaps[number]) if gaps else ())
 
 
 def _read_ranks(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup, problems: Problems) -> None:
@@ -210,12 +219,12 @@ def _check_length(
     if key in group.whole:
         return
     whole = group.geometry.length()
-    lean = whole - group.geometry.padding(rank)
-    if value.shape[0] in (whole, lean):
+    lean, numel = whole - group.geometry.padding(rank), prod(value.shape)
+    if len(value.shape) == 1 and numel in (whole, lean):
         return
     wanted = f"{whole}" if whole == lean else f"{lean} or, with padding, {whole}"
     text = (
-        f"{pt.directory.path}: {key} of the flat group with {group.names[0]} has {value.shape[0]} elements; "
+        f"{pt.directory.path}: {key} of the {group} has {numel} elements; "
         f"its {len(group.names)} parameters over {group.geometry.dp} ranks make {wanted}"
     )
     if key in _ELEMENTWISE:
@@ -230,7 +239,7 @@ def _keep_scalar(group: StoredFlatGroup, key: str, value: object, pt: PtFile, pr
     if not same(known, value):
         problems.add(
             LayoutMismatch,
-            f"{pt.directory.path}: {key} of the flat group with {group.names[0]} is {value!r}, but {known!r} on rank 0",
+            f"{pt.directory.path}: {key} of the {group} is {value!r}, but {known!r} on rank 0",
             "Files of different steps are mixed in one tag: copy the checkpoint again from where it came from.",
         )
 
@@ -240,11 +249,11 @@ def _check_all_there(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup, pr
         for rank in range(group.geometry.dp):
             if rank not in parts and group.geometry.indices(rank):
                 path = opened.optim[group.ranks[rank], mp_rank].directory.path
-                text = f"{path}: has no {key} of the flat group with {group.names[0]}, which other ranks have"
+                text = f"{path}: has no {key} of the {group}, which other ranks have"
                 problems.add(Incomplete, text)
     if MASTER not in group.parts:
         path = opened.optim[0, mp_rank].directory.path
-        problems.add(Unsupported, f"{path}: has no fp32 masters of the flat group with {group.names[0]}")
+        problems.add(Unsupported, f"{path}: has no fp32 masters of the {group}")
 
 
 def mappings(opened: OpenedTag, mp_rank: int, dp_rank: int) -> Iterator[tuple[int, str, int, int]]:

@@ -23,6 +23,7 @@ from mcore_rlhf.trainers.resuming import (
     rows_of,
     stateless,
     uneven,
+    ungrouped,
     without,
 )
 
@@ -46,6 +47,7 @@ ROWS = rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "optimizer.bin is not there, and is opened without a look", "255",
         lacks("optimizer.bin", "optimizer_0/*", "pytorch_optimizer*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "255", without("optimizer*.bin", "param_groups", "state")),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "255", ungrouped("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "255",
         uneven("optimizer*.bin")),
     Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said", "255",

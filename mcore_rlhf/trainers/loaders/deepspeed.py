@@ -6,6 +6,8 @@ Source: DeepSpeed 0.19.8, ``deepspeed/runtime/engine.py`` (``load_checkpoint``, 
 
 from __future__ import annotations
 
+import re
+
 from mcore_rlhf.trainers.resuming import (
     OF_OPTIMIZER,
     Habit,
@@ -20,15 +22,24 @@ from mcore_rlhf.trainers.resuming import (
     incomplete,
     incomplete_in,
     lacks,
+    lacks_of,
     missing_ranks,
     refused,
     rows_of,
+    stateless,
+    uneven,
+    ungrouped,
+    without,
 )
 from mcore_rlhf.trainers.table import Trainer
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _MODEL, _OPTIM, _BF16 = "*_model_states.pt", "*_optim_states.pt", "bf16_*_optim_states.pt"
 _WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCALER)
+_ALL = (Thing.WEIGHTS, *_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS)
+_FLAT, _PLAIN = "optimizer_state_dict/", "optimizer/"
+_INNER = ("base_optimizer_state/", "optimizer_state_dict/")
+"""What stages 1 and 2, and stage 3, call torch's optimizer; an elastic checkpoint has a list there."""
 _NOT_OPTIMIZER = "load_optimizer_states"
 
 TRAINER = Trainer(
@@ -65,6 +76,47 @@ def _other_prefix(seen: Seen) -> object:
     return {"now": "bf16" if now else "another dtype"} if now != seen.has(_BF16) else None
 
 
+def _fewer(seen: Seen) -> object:
+    """The module has fewer tensors, apart from buffers, than stage 0's optimizer has parameters: ``{file}``, ``{there}``, ``{wanted}``."""
+    for name in seen.matching(_MODEL):
+        keys = seen.keys(name)
+        wanted = sum(1 for key in keys if _TRAINED.fullmatch(key))
+        own = {found[1] for key in keys if (found := _TENSOR.fullmatch(key))}
+        there = sum(1 for tensor in own if f"buffer_names/{tensor}" not in keys)
+        if there < wanted:
+            return {"file": name, "there": there, "wanted": wanted}
+    return None
+
+
+_TRAINED = re.compile(r"optimizer/(?:optimizer_state_dict/)?param_groups/\d+/params/\d+")
+_TENSOR = re.compile(r"module/([^/]+)")
+
+
+def _nowhere(seen: Seen) -> bool:
+    """Neither files of partitions, nor what stage 0 has in the model's."""
+    within = any(key.startswith(_PLAIN) for name in seen.matching(_MODEL) for key in seen.keys(name))
+    return not seen.held.problem and not within and not seen.has(_OPTIM)
+
+
+def _sliced(seen: Seen) -> bool:
+    """Stage 3 has a model's file of each data-parallel rank."""
+    return seen.has("zero_pp_rank_*_model_states.pt")
+
+
+def _not_sliced(seen: Seen) -> bool:
+    return not _sliced(seen)
+
+
+def _wrapped(seen: Seen) -> bool:
+    """Stage 0 in 16 bits has masters round the optimizer's own state."""
+    return any(f"{_PLAIN}optimizer_state_dict" in seen.keys(name) for name in seen.matching(_MODEL))
+
+
+def _scheduled(seen: Seen) -> bool:
+    """The engine had a scheduler: a dictionary is stored, however empty."""
+    return seen.held.scheduler or seen.settings.get("scheduler", "scheduler.type") is not None
+
+
 def _universal(seen: Seen) -> bool:
     return seen.settings.says("load_universal", "checkpoint.load_universal")
 
@@ -74,11 +126,19 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _REFUSED, "no …model_states.pt is there", "state_dict_factory.py:168 (check_ckpt_list)", lacks(_MODEL), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "state_dict_factory.py:170 (check_ckpt_list)",
         broken(_MODEL), True),
+    Habit(_ALL, _REFUSED, "{file} has no {key}: a KeyError", "engine.py:4568 (_load_checkpoint)",
+        without(_MODEL, "module", "dp_world_size"), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} has no {key}, which stands in its own lists: loading it fails",
+        "engine.py:4643 (_load_checkpoint)", lacks_of(_MODEL, "module", "param_shapes", "buffer_names"), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} has {there} parameters, its optimizer {wanted}: loading it fails",
+        "engine.py:4643 (_load_checkpoint)", _fewer, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a rank's file is missing: {problem}", "engine.py:4568 (_load_checkpoint)",
         incomplete_in("_model_states")),
     Habit((Thing.WEIGHTS,), _RESTORED, "…model_states.pt", "engine.py:4568 (_load_checkpoint)", ran=True),
     Habit((*_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS), _ANEW, "{key}: the model alone is loaded; masters are made of its weights",
         "engine.py:4670 (_load_checkpoint)", asked("load_module_only"), True),
+    Habit((*_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS), _REFUSED, "{file} has no {key}: a KeyError",
+        "engine.py:4712 (_load_checkpoint)", without(_MODEL, "global_steps", "skipped_steps", "mp_world_size"), True),
     Habit(_WITH_OPTIMIZER, _ANEW, "{key}: masters are made of the model's weights", "engine.py:4455 (load_checkpoint)",
         refused(_NOT_OPTIMIZER), True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "saved by {was} data-parallel ranks, loaded by {now}: ZeRO's pieces are not dealt anew",
@@ -95,7 +155,38 @@ ROWS = rows_of(
     Habit(_WITH_OPTIMIZER, _REFUSED, "a rank's file is missing: {problem}", "engine.py:4802 (_get_all_zero_checkpoint_state_dicts)",
         incomplete, True),
     Habit(OF_OPTIMIZER, _REFUSED, "no optimizer state is there, and an engine with ZeRO asks for each rank's file",
-        "engine.py:4839 (_get_all_zero_checkpoints)", lambda seen: not seen.held.problem and not seen.held.optimizer),
+        "engine.py:4839 (_get_all_zero_checkpoints)", _nowhere),
+    *(
+        Habit(_WITH_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", where, condition, True)
+        for where, condition in (
+            ("engine.py:4802 (_get_all_zero_checkpoint_state_dicts)", without(_OPTIM, "optimizer_state_dict")),
+            ("zero/stage_1_and_2.py:3678 (_load_global_state)", both(_not_sliced, without(_OPTIM, "ds_version", inside=_FLAT))),
+            ("zero/stage_1_and_2.py:3721 (_load_legacy_checkpoint)", both(_not_sliced, without(
+                _OPTIM, "base_optimizer_state", "single_partition_of_fp32_groups", inside=_FLAT))),
+            ("zero/stage3.py:3542 (_rigid_load_state_dict)", both(_sliced, without(
+                _OPTIM, "loss_scaler", "dynamic_loss_scale", "overflow", "optimizer_state_dict", "fp32_flat_groups", inside=_FLAT))),
+            *(("zero/stage_1_and_2.py:3746 (_load_legacy_checkpoint)",
+               without(_OPTIM, "state|0", "param_groups|0", inside=_FLAT + inner)) for inner in _INNER),
+            ("engine.py:4695 (_load_checkpoint)", without(
+                _MODEL, "state|optimizer_state_dict", "param_groups|optimizer_state_dict", inside=_PLAIN)),
+            ("fp16/unfused_optimizer.py:381 (load_state_dict)", both(_wrapped, without(
+                _MODEL, "dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups|fp32_groups_flat", inside=_PLAIN))),
+            ("fp16/unfused_optimizer.py:390 (load_state_dict)",
+             without(_MODEL, "state", "param_groups", inside=f"{_PLAIN}optimizer_state_dict/")),
+        )
+    ),
+    *(
+        row
+        for pattern, inside in ((_OPTIM, _FLAT + _INNER[0]), (_OPTIM, _FLAT + _INNER[1]), (_MODEL, _PLAIN), (_MODEL, _PLAIN + _INNER[1]))
+        for row in (
+            Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails",
+                "engine.py:4696 (_load_checkpoint)", ungrouped(pattern, inside), True),
+            Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails",
+                "engine.py:4696 (_load_checkpoint)", uneven(pattern, inside), True),
+            Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said",
+                "engine.py:4696 (_load_checkpoint)", stateless(pattern, inside), True),
+        )
+    ),
     Habit(OF_OPTIMIZER, _RESTORED, "…optim_states.pt of each rank, or the model's file where ZeRO is off",
         "engine.py:4733 (_load_zero_checkpoint)", ran=True),
     Habit((Thing.SCALER,), _RESTORED, "with the optimizer; only fp16 uses it", "engine.py:4733 (_load_zero_checkpoint)",
@@ -109,6 +200,12 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.scheduler and seen.settings.get("scheduler", "scheduler.type") is not None),
     Habit((Thing.SCHEDULER,), _ABSENT, "the engine had none; a scheduler outside is the script's", "engine.py:4704 (_load_checkpoint)",
         lambda seen: not seen.held.problem and not seen.held.scheduler),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError of DeepSpeed's own schedules",
+        "lr_schedules.py:780 (load_state_dict)",
+        both(_scheduled, without(_MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch|lr_scheduler/base_lrs")), True),
+    Habit((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the schedule keeps its own; nothing is said",
+        "engine.py:4704 (_load_checkpoint)",
+        both(_scheduled, without(_MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch"))),
     Habit((Thing.SCHEDULER,), _RESTORED, "lr_scheduler, where the engine has one", "engine.py:4704 (_load_checkpoint)", ran=True),
     Habit((Thing.COUNTERS,), _RESTORED, "global_steps, global_samples, skipped_steps; the rest is handed to the script as client state",
         "engine.py:4712 (_load_checkpoint)", ran=True),

@@ -24,6 +24,7 @@ from mcore_rlhf.trainers.resuming import (
     rows_of,
     stateless,
     uneven,
+    ungrouped,
     without,
 )
 from mcore_rlhf.trainers.transformers import TRAINER
@@ -98,6 +99,8 @@ ROWS = rows_of(
         incomplete_in("optimizer")),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "3886 (_load_optimizer_and_scheduler)",
         without("optimizer.pt", "param_groups", "state"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails",
+        "3886 (_load_optimizer_and_scheduler)", ungrouped("optimizer.pt"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails",
         "3886 (_load_optimizer_and_scheduler)", uneven("optimizer.pt"), True),
     Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said",

@@ -19,13 +19,12 @@ from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
+from tests.helpers.one_key import At, keys_of, without_key
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 FOLDERS = sorted(path for path in GOLDENS.glob("*/*") if path.is_dir() and is_model(path))
-_DEPTH, _ALIKE = 5, 30
 _GOLDENS, _FILES, _EACH = 16, 3, 5
 """So many goldens are chosen, of each so many files, and of each so many keys, of some hundreds."""
-At = tuple[str | int, ...]
 
 
 def _load(file: Path) -> Any:
@@ -36,43 +35,19 @@ def _load(file: Path) -> Any:
         return None
 
 
-def _keys(tree: Any, at: At = ()) -> Iterator[At]:
-    """Where there is something to take, attributes of ``args`` included; of many alike the first and the last."""
-    if at:
-        yield at
-    found = dict(enumerate(tree)) if isinstance(tree, list) else _below(tree)
-    keys = list(found)
-    if len(at) < _DEPTH:
-        for key in keys if len(keys) <= _ALIKE else [*keys[:3], *keys[-2:]]:
-            yield from _keys(found[key], (*at, key))
-
-
-def _below(tree: Any) -> Any:
-    """What has keys: a dictionary or a list itself, and what ``args`` holds."""
-    return tree if isinstance(tree, dict | list) else vars(tree) if type(tree).__name__ == "Namespace" else {}
-
-
-def _without(tree: Any, at: At) -> Any:
-    inner = tree
-    for key in at[:-1]:
-        inner = _below(inner)[key]
-    del _below(inner)[at[-1]]
-    return tree
-
-
 def _files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.rglob("*")) if file.is_file()]
 
 
 def _cases(files: list[Path]) -> list[tuple[Path, At]]:
-    return [(file, at) for file in files for at in _keys(_load(file))]
+    return [(file, at) for file in files for at in keys_of(_load(file))]
 
 
 def _take(folder: Path, cases: list[tuple[Path, At]], scratch: Path) -> Iterator[str]:
     """What went wrong with each key gone, by file and key."""
     copy = Path(shutil.copytree(folder, scratch / folder.parent.name / folder.name))
     for file, at in cases:
-        changed, tree = copy / file.relative_to(folder), _without(_load(file), at)
+        changed, tree = copy / file.relative_to(folder), without_key(_load(file), at)
         if file.suffix == ".json":
             changed.write_text(json.dumps(tree))
         else:
