@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import filter as filter_names
 from pathlib import Path
 
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import (
     CheckpointError,
@@ -181,6 +182,7 @@ def _believable(source: Source) -> Source:
     """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
 
     Raises:
+        Incomplete: Parameters lack a moment that Adam keeps of each.
         LayoutMismatch: It does. Few are always believed.
         Untrusted: A tensor has a name that is no text: no format could hold it.
     """
@@ -189,6 +191,13 @@ def _believable(source: Source) -> Source:
             raise Untrusted(
                 f"{source.root}: the tensor {shown(spec.name)} has half a character in its name, which is no text"
             )
+    if lacking := _halves(source):
+        name, gone = lacking[0]
+        raise Incomplete(
+            f"{source.root}: the optimizer has no {gone} of {name}{f' and of {len(lacking) - 1} more' if lacking[1:] else ''}, "
+            "but its other moment: it is incomplete\n"
+            "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
+        )
     ranks, stored = source.parallel.world_size, sum(file.nbytes for file in source.files)
     if ranks > _FEW_RANKS + stored // _BYTES_OF_A_RANK:
         raise LayoutMismatch(
@@ -196,6 +205,21 @@ def _believable(source: Source) -> Source:
             "The degrees in it are damaged or forged: take the files that belong together."
         )
     return source
+
+
+def _halves(source: Source) -> list[tuple[str, str]]:
+    """Parameters with one of Adam's two moments, each with the other one's name.
+
+    Where no parameter has a second moment it was no Adam: Lion keeps one. Adafactor keeps a second moment alone of vectors, and
+    factors of it of matrices.
+    """
+    if EXP_AVG_SQ not in source.states or _FACTORED in source.states:
+        return []
+    first, second = ({name.param for name in source.catalog if name.state == state} for state in (EXP_AVG, EXP_AVG_SQ))
+    return sorted([(param, EXP_AVG) for param in second - first] + [(param, EXP_AVG_SQ) for param in first - second])
+
+
+_FACTORED = "exp_avg_sq_row"
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:

@@ -33,6 +33,7 @@ def main(job: dict[str, Any], rank: int) -> None:
     """
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world"], "MASTER_PORT": job["port"]}
     os.environ.update({name: str(value) for name, value in where.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(job.get("environment", {}), SCRIPT_OUT=f"{job['out']}.{rank}")
     from mcore_rlhf.demo import cpu_megatron
 
     cpu_megatron.import_megatron()

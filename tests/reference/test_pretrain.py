@@ -38,7 +38,7 @@ Seen = list[dict[str, list[float]]]
 
 
 class Scripts:
-    """Runs a script on two ranks, and remembers nothing.
+    """Runs a script on some ranks, and remembers nothing.
 
     Args:
         checkout: A checkout of Megatron-LM, or None for the package's ``megatron.training`` and a script of ours.
@@ -48,12 +48,15 @@ class Scripts:
     def __init__(self, checkout: Path | None, folder: Path) -> None:
         self.checkout, self.folder, self.runs = checkout, folder, 0
 
-    def run(self, script: str, args: list[str], **job: Any) -> Seen:
+    def run(self, script: str, args: list[str], world: int = 2, **job: Any) -> Seen:
         """What every rank saw: losses and gradient norm, by iteration."""
         self.runs += 1
         out = self.folder / f"run_{self.runs}"
-        path = Path(__file__).with_name("pretrain_mock.py") if self.checkout is None else self.checkout / script
-        job |= {"script": str(path), "args": args, "world": 2, "port": _free_port(), "out": str(out)}
+        ours = "pretrain_mock.py" if script == "pretrain_gpt.py" else script
+        path = Path(__file__).with_name(ours)
+        if self.checkout is not None and not path.with_name(script).exists():
+            path = self.checkout / script
+        job |= {"script": str(path), "args": args, "world": world, "port": _free_port(), "out": str(out)}
         out.with_suffix(".json").write_text(json.dumps(job))
         checkout = [] if self.checkout is None else [str(self.checkout)]
         paths = [*checkout, str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -66,7 +69,7 @@ class Scripts:
         ]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         ranks = []
-        for rank in range(2):
+        for rank in range(world):
             with Path(f"{out}.log{rank}").open("wb") as log:
                 ranks.append(
                     subprocess.Popen([*worker, str(rank)], env=environment, stdout=log, stderr=log, cwd=self.folder)
@@ -77,10 +80,10 @@ class Scripts:
             for rank in ranks:
                 rank.kill()
         expected = -signal.SIGKILL if "kill" in job else 0
-        assert codes == [expected] * 2, (
-            Path(f"{out}.log0").read_text()[-3000:] + Path(f"{out}.log1").read_text()[-3000:]
+        assert codes == [expected] * world, "".join(
+            Path(f"{out}.log{rank}").read_text()[-3000:] for rank in range(world)
         )
-        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(2)]
+        return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(world)]
 
 
 def _free_port() -> int:

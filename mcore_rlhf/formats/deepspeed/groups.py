@@ -90,7 +90,7 @@ def read_groups(opened: OpenedTag, mp_rank: int, problems: Problems) -> list[Sto
         local, names = tuple(tuple(map(int, shape)) for shape in members.values()), tuple(members)
         for ep_rank, ranks in enumerate(opened.experts.owners(names)):
             known = tuple(opened.experts.global_name(name, ep_rank) for name in names)
-            geometry = _geometry(opened, mp_rank, number, [prod(shape) for shape in local], len(ranks))
+            geometry = _geometry(opened, mp_rank, number, [prod(shape) for shape in local], len(ranks), problems)
             group = StoredFlatGroup(known, local, geometry, owners[number], number, ranks, names)
             _read_ranks(opened, mp_rank, group, problems)
             groups.append(group)
@@ -145,16 +145,19 @@ def _param_group_of(state: Mapping[str, Any], count: int) -> list[int]:
     return [owner[flat] for flat in range(count)]
 
 
-def _geometry(opened: OpenedTag, mp_rank: int, number: int, numels: Sequence[int], dp: int) -> Group:
+def _geometry(
+    opened: OpenedTag, mp_rank: int, number: int, numels: Sequence[int], dp: int, problems: Problems
+) -> Group:
     if opened.sliced:
         return SlicedGroup(tuple(numels), dp)
     gaps = opened.optimizer(0, mp_rank).get("param_alignment_paddings") or ()
-    if gaps and (len(gaps) <= number or len(gaps[number]) != len(numels)):
+    of_group = tuple(gaps[number]) if len(gaps) > number else ()
+    if gaps and len(of_group) != len(numels):
         where = opened.optim[0, mp_rank].directory.path
-        raise Unsupported(
-            f"{where}: param_alignment_paddings are not those of the {len(numels)} parameters of flat group {number}"
-        )
-    return FlatGroup(tuple(numels), dp, tuple(gaps[number]) if gaps else ())
+        text = f"{where}: param_alignment_paddings are not those of the {len(numels)} parameters of flat group {number}"
+        problems.add(LayoutMismatch, text, "The model files and the optimizer files are of different runs.")
+        of_group = ()
+    return FlatGroup(tuple(numels), dp, of_group)
 
 
 def _read_ranks(opened: OpenedTag, mp_rank: int, group: StoredFlatGroup, problems: Problems) -> None:

@@ -242,6 +242,8 @@ def read_plain(pt: PtFile, module: StoredModule, rules: Rules) -> Stage0Optimize
     if FUSED in stored:
         _read_fused(pt, stored[FUSED], inner["state"], module, optimizer)
         return optimizer
+    if inner is not stored and UNFUSED not in stored:
+        raise Unsupported(f"{pt.directory.path}: 'optimizer' has neither {FUSED} nor {UNFUSED}, its fp32 masters")
     states = [[dict(inner["state"].get(index, {})) for index in group["params"]] for group in groups]
     if (masters := stored.get(UNFUSED)) is not None:
         if [len(group) for group in masters] != [len(group) for group in states]:

@@ -35,8 +35,11 @@ from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.pt import PtFile, StoredTensor
 
-from .plain import Scalars, States, groups_of, has_plain_state, members_of, plain_states
+from .plain import LEFT, Scalars, States, groups_of, has_plain_state, members_of, plain_states
 from .shards import RankShard
+
+_PARAM = "param"
+"""What its file calls masters."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,10 @@ def read_optimizer(
     problems.raise_if_any()
     reading.groups = merged_groups([groups for shard in shards for groups in _groups(shard)])
     found = {state for states in reading.places.values() for state in states}
+    if args.values.get("optimizer") == "adam" and EXP_AVG in found and EXP_AVG_SQ not in found:
+        raise Incomplete(
+            f"{shards[0].pt.directory.path}: args say that Adam trained it, and no parameter has {EXP_AVG_SQ}\n{LEFT}"
+        )
     usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
     reading.states = (*usual, *sorted(found - set(usual)))
     with_state = {name for _, _, name in reading.places}
@@ -381,7 +388,7 @@ def _buffer_states(content: Mapping[object, object], index: int) -> dict[str, li
     result: dict[str, list[StoredTensor]] = {}
     for name, value in states.items():
         if is_flat(value):
-            result[MASTER if name == "param" else str(name)] = value if isinstance(value, list) else [value]
+            result[MASTER if name == _PARAM else str(name)] = value if isinstance(value, list) else [value]
     return result
 
 
@@ -397,7 +404,12 @@ def _located(
     shapes = {(p.vpp_rank, p.name): p.shape for p in params}
     located: dict[tuple[int, str], States] = {}
     for index, buffer in enumerate(buffers):
-        for state, tensors in _buffer_states(content, index).items():
+        states = _buffer_states(content, index)
+        if gone := [_PARAM if state == MASTER else state for state in (MASTER, EXP_AVG) if state not in states]:
+            raise Incomplete(
+                f"{file}: buffer {index} has no {gone[0]!r}, which a distributed optimizer always writes\n{LEFT}"
+            )
+        for state, tensors in states.items():
             ends = list(accumulate(t.shape[0] for t in tensors))
             for place in buffer.flat.places:
                 tensor, start = _bucket_of(place, tensors, ends, file)

@@ -22,7 +22,7 @@ FACTORS = frozenset({"L", "R", "Q_L", "Q_R"})
 """Of a square matrix they are shaped like it. Source: emerging_optimizers 0.3.0, ``soap/soap.py`` (``_init_group``)."""
 States = dict[str, StoredTensor]
 Scalars = dict[str, object]
-_LEFT = "Restore the file, or convert the weights alone with --no-optimizer."
+LEFT = "Restore the file, or convert the weights alone with --no-optimizer."
 
 
 def masters_of(member: Mapping[str, object]) -> Sequence[Sequence[StoredTensor]] | None:
@@ -105,12 +105,12 @@ def plain_states(
     _require_alike(found, file)
     copies = masters_of(member) or [[] for _ in dealt]
     if len(copies) != len(dealt):
-        raise Incomplete(f"{file}: fp32 masters of {len(copies)} param groups, but there are {len(dealt)}\n{_LEFT}")
+        raise Incomplete(f"{file}: fp32 masters of {len(copies)} param groups, but there are {len(dealt)}\n{LEFT}")
     for number, (inside, masters) in enumerate(zip(dealt, copies, strict=True)):
         half = [param for param in inside if param.dtype != FLOAT32]
         if len(half) != len(masters):
             raise Incomplete(
-                f"{file}: param group {number} has {len(masters)} fp32 masters, {len(half)} expected\n{_LEFT}"
+                f"{file}: param group {number} has {len(masters)} fp32 masters, {len(half)} expected\n{LEFT}"
             )
         for param, master in zip(half, masters, strict=True):
             found[param.vpp_rank, param.name][MASTER] = _same_shape(master, param, file, MASTER)
@@ -129,7 +129,7 @@ def _require_alike(found: Mapping[tuple[int, str], States], file: str) -> None:
         param, missing = lacking[0]
         more = f", and of {len(lacking) - 1} more parameters" if len(lacking) > 1 else ""
         raise Incomplete(
-            f"{file}: {', '.join(missing)} of {param}{more} is missing, which other parameters have\n{_LEFT}"
+            f"{file}: {', '.join(missing)} of {param}{more} is missing, which other parameters have\n{LEFT}"
         )
 
 

@@ -6,6 +6,8 @@ Source: Megatron-LM, as megatron-core 0.19.2 brings it, ``megatron/training/chec
 
 from __future__ import annotations
 
+import re
+
 from mcore_rlhf.trainers.megatron import LM
 from mcore_rlhf.trainers.resuming import (
     OF_OPTIMIZER,
@@ -21,6 +23,8 @@ from mcore_rlhf.trainers.resuming import (
     incomplete,
     lacks,
     rows_of,
+    uneven,
+    without,
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
@@ -56,14 +60,133 @@ def _bound_to_layout(seen: Seen) -> bool:
     )
 
 
+_IN_SCHEDULER = "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict"
+_MODEL, _DISTRIB = "*model_optim_rng.pt", "*distrib_optim.pt"
+_RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
+_COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+)
+_GROUP = ("wd_mult|pre_wd_mult", "lr_mult|pre_lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_OF_SOME = ("max_lr", "min_lr")
+"""What groups are told apart by in 0.19, and did not have before."""
+_SCHEDULE = (
+    "max_lr|start_lr", "lr_warmup_steps|warmup_iter|warmup_steps", "num_steps|num_iters", "lr_decay_style|decay_style",
+    "lr_decay_steps|end_iter|decay_steps", "min_lr",
+)  # fmt: skip
+_WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
+_STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+_UNFIT = re.compile(r"layer \d+ has no |computed from the model's parameters|is true, but output_layer")
+_EMPTY, _MORE = (
+    re.compile("found none|buffers stored"),
+    re.compile(r"param group \d+ has (\d+) parameters, (\d+) expected"),
+)
+_PARTIAL = re.compile("which other parameters have|fp32 masters|but its other moment")
+
+
+def _lacks_tensors(seen: Seen) -> object:
+    """By other layers, by its args, or by what the optimizer has of them, the model's files lack tensors: ``{problem}``."""
+    problem = seen.held.problem or seen.held.unread
+    more = _MORE.search(problem)
+    unfit = (_UNFIT.search(problem) and not _EMPTY.search(problem)) or (more and int(more[1]) > int(more[2]))
+    return seen.has(_PLAIN) and unfit and {"problem": problem}
+
+
+def _partial(seen: Seen) -> object:
+    """Of some parameters the optimizer's state is not there: ``{problem}``."""
+    return (
+        _PARTIAL.search(seen.held.problem)
+        and "distrib_optim" not in seen.held.problem
+        and {"problem": seen.held.problem}
+    )
+
+
+def _unlike(seen: Seen) -> object:
+    """The distributed optimizer's file is not what its reader knows: ``{problem}``."""
+    problem = seen.held.problem or seen.held.unread
+    return "distrib_optim" in problem and not _lacks_tensors(seen) and {"problem": problem}
+
+
+def _uncompared(seen: Seen) -> object:
+    """Stored ``args`` lack one that is compared: ``{key}``."""
+    gone = [name for name in _COMPARED if name not in seen.held.args]
+    return seen.held.args and not seen.held.problem and {"key": gone[0]} if gone else None
+
+
+def _unsized(seen: Seen) -> object:
+    """A buffer of the distributed optimizer does not say how many elements it has: ``{file}``."""
+    for name in seen.matching(_DISTRIB):
+        keys = seen.keys(name)
+        if any(key.endswith("/exp_avg") and key.removesuffix("exp_avg") + "numel_unpadded" not in keys for key in keys):
+            return {"file": name}
+    return None
+
+
+def _in_groups(seen: Seen) -> object:
+    """A param group lacks what tells it from others, whichever chained optimizer it is of: ``{file}`` and ``{key}``."""
+    for name in seen.matching(_MODEL):
+        keys = seen.keys(name)
+        for group in sorted({found[0] for key in keys if (found := _A_GROUP.match(key))}):
+            others = [key for key in _OF_SOME if any(_A_GROUP.sub("", one) == key for one in keys)]
+            for wanted in (*_GROUP, *others):
+                if not any(f"{group}{one}" in keys for one in wanted.split("|")):
+                    return {"file": name, "key": group + wanted.partition("|")[0]}
+    return None
+
+
+def _masterless(seen: Seen) -> object:
+    """An optimizer with states has masters of none, and its reader misses them."""
+    keys = {key for name in seen.matching(_MODEL) for key in seen.keys(name)}
+    return "fp32 masters of" in seen.held.problem and not any(
+        key.startswith("optimizer/fp32_from_fp16") for key in keys
+    )
+
+
+def _memberless(seen: Seen) -> object:
+    """A param group of an optimizer that has states does not list its parameters: ``{file}`` and ``{key}``."""
+    for name in seen.matching(_MODEL):
+        keys = seen.keys(name)
+        for group in sorted({found[0] for key in keys if (found := _A_GROUP.match(key))}):
+            if "optimizer/optimizer/state" in keys and f"{group}params" not in keys:
+                return {"file": name, "key": f"{group}params"}
+    return None
+
+
+def _hollow(seen: Seen) -> object:
+    """An optimizer is stored in which nothing is: ``{file}`` and ``{key}``."""
+    for name in seen.matching(_MODEL):
+        keys = seen.keys(name)
+        for key in ("optimizer", "optimizer/optimizer"):
+            if key in keys and not any(one.startswith(f"{key}/") for one in keys):
+                return {"file": name, "key": f"{key}/{'optimizer' if key == 'optimizer' else 'param_groups'}"}
+    return None
+
+
+_A_GROUP = re.compile(r"optimizer/(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
+
+
 ROWS = rows_of(
     "Megatron-LM (megatron-core 0.19.2), megatron/training/checkpointing.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: “could not load the checkpoint”, and it exits with 0", "_load_base_checkpoint",
         broken("*model_optim_rng.pt"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "_load_global_dist_base_checkpoint",
         broken("*.distcp", ".metadata", "common.pt", "metadata.json")),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
+        without(_MODEL, "iteration|total_iters"), True),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
+        "check_checkpoint_args", both(without(_MODEL, "checkpoint_version"), lambda seen: {"file": "model_optim_rng.pt", "key":
+        "checkpoint_version"} if seen.held.args or seen.held.problem else None)),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
+        "check_checkpoint_args", both(lambda seen: not seen.settings.says("finetune"), _uncompared), True),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
+        without(_MODEL, "model|model0|model1"), True),
+    Habit((Thing.WEIGHTS,), _ANEW, "a tensor of the model is missing ({problem}): loading it falls back to strict=False, and the tensor "
+        "keeps what it was made with; only printed", "load_model_state_dict", _lacks_tensors, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", "load_checkpoint",
-        both(lambda seen: "distrib_optim" not in seen.held.problem, incomplete), True),
+        both(lambda seen: "distrib_optim" not in seen.held.problem and not _partial(seen), incomplete), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "neither mp_rank_…, nor .metadata with metadata.json: an unknown format", "_get_checkpoint_format",
         lacks(_PLAIN, *_DIST), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "saved as {was}, loaded as {now}: files of mp_rank_… are of one layout", "check_checkpoint_args",
@@ -85,13 +208,39 @@ ROWS = rows_of(
         both(_bound_to_layout, _other_degrees)),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "load_checkpoint",
         broken("*distrib_optim.pt", "*layer_wise_optimizer_*"), True),
-    Habit(OF_OPTIMIZER, _REFUSED, "distrib_optim.pt is missing: {problem}", "load_checkpoint",
-        both(lambda seen: "distrib_optim" in seen.held.problem, incomplete), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "distrib_optim.pt is missing, or is not whole: {problem}", "load_checkpoint", _unlike, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no numel_unpadded of a buffer: a KeyError",
+        "megatron/core/optimizer/distrib_optimizer.py:load_parameter_state_from_dp_zero", _unsized, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _hollow, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
+        without(_MODEL, "optimizer|0", inside="optimizer/"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
+        without(_MODEL, "param_groups", inside="optimizer/optimizer/"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "load_checkpoint",
+        uneven(_MODEL, "optimizer/optimizer/"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "megatron/core/optimizer/optimizer.py:load_state_dict",
+        both(_masterless, lambda seen: {"file": "model_optim_rng.pt", "key": "optimizer/fp32_from_fp16_params"}), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{problem}: masters are given out by position, and shapes fail, or some begin anew",
+        "megatron/core/optimizer/optimizer.py:load_state_dict",
+        lambda seen: "fp32 masters" in seen.held.problem and {"problem": seen.held.problem}, True),
+    Habit((Thing.OPTIMIZER,), _ANEW, "{problem}: the rest is loaded, and what is missing begins anew; nothing is said", "load_checkpoint",
+        _partial, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "its param groups are not those of the model: {problem}",
+        "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups",
+        lambda seen: "param groups have weight-decay multiplier" in seen.held.problem and {"problem": seen.held.problem}, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _memberless, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}, by which groups are told apart: a KeyError",
+        "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups", _in_groups, True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: a KeyError, “Specify --no-load-optim or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
+        without(_MODEL, *_SCHEDULE, inside="opt_param_scheduler/"), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
+        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.matching(_MODEL)),
+             without(_MODEL, *_WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
-        "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict", asked("override_opt_param_scheduler")),
+        _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.scheduler),
     Habit((Thing.SCHEDULER,), _RESTORED, "opt_param_scheduler, whose rates must be the arguments' own, unless "
@@ -100,6 +249,10 @@ ROWS = rows_of(
     Habit((Thing.SCALER,), _ABSENT, "none is stored; only fp16 has one", "load_checkpoint"),
     Habit((Thing.RNG,), _REFUSED, "no random states are stored: it exits, “Specify --no-load-rng or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.rng),
+    Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
+        without(_MODEL, *_STREAMS, inside="rng_state/0/"), True),
+    Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: an IndexError", "load_checkpoint",
+        both(lambda seen: any("rng_state" in seen.keys(name) for name in seen.matching(_MODEL)), without(_MODEL, "rng_state/0")), True),
     Habit((Thing.RNG,), _RESTORED, "rng_state of each (TP, PP) rank; with data_parallel_random_init of each data-parallel rank, too",
         "load_checkpoint"),
     Habit((Thing.COUNTERS,), _RESTORED, "iteration", "load_checkpoint", ran=True),

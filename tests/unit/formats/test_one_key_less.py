@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, Incomplete
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
@@ -74,3 +74,25 @@ def test_a_key_is_gone(rng: random.Random, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_every_key_is_gone(folder: Path, tmp_path: Path) -> None:
     assert not list(_take(folder, _cases(_files(folder)), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("golden", "file", "at"),
+    [
+        ("transformers/checkpoint-2", "optimizer.pt", ("state", 1, "exp_avg")),
+        ("transformers/checkpoint-2", "optimizer.pt", ("state", 0, "exp_avg_sq")),
+        ("torch/actor", "state.pt", ("optimizer", "state", 1, "exp_avg_sq")),
+        ("megatron/tp1_bf16_do", "*/*/distrib_optim.pt", (0, None, "exp_avg")),
+        ("megatron/tp1_bf16_do", "*/*/distrib_optim.pt", (0, None, "exp_avg_sq")),
+        ("megatron/tp1_bf16_do", "*/*/distrib_optim.pt", (0, None, "param")),
+        ("deepspeed/z0_fp32_untied_dp1", "*/mp_rank_00_model_states.pt", ("optimizer", "state", 3, "exp_avg")),
+    ],
+)
+def test_a_moment_that_is_gone_is_missed(golden: str, file: str, at: tuple[Any, ...], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(GOLDENS / golden, tmp_path / "copy"))
+    (path,) = copy.glob(file)
+    tree = _load(path)
+    where = tuple(next(iter(tree[at[0]])) if key is None else key for key in at)
+    torch.save(without_key(tree, where), path)
+    with pytest.raises(Incomplete, match=r"exp_avg|'param'"):
+        open_without_manifest(copy, ReadOptions())
