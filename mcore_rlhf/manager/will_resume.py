@@ -20,9 +20,9 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, names_in
-from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
 from mcore_rlhf.trainers.loaders.known import LOADERS
@@ -264,7 +264,7 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
     """The keys of what ``torch.save`` or JSON put into a file, to the depth at which an optimizer's are told apart."""
     try:
-        tree = reading.read_json(folder / name) if name.endswith(".json") else read_pt(folder, name).tree
+        tree = reading.read_json(folder / name) if name.endswith(".json") else read_rank_file(folder, name).tree
     except (CheckpointError, OSError, ValueError):
         return frozenset()
     return frozenset(_paths(tree, "", _DEPTH))

@@ -20,6 +20,7 @@ _OF_FILES = {
     "test_run_seams": "verl and NeMo-RL, at our seams",
     "test_torchdata": "torchdata", "test_nemo_replay": "NeMo-RL, its replay buffer",
     "test_will_resume_titan": "torchtitan, as will-resume says",
+    "test_will_resume_keys": "verl and OpenRLHF, as will-resume says of each key",
     "test_will_resume_verl": "verl, as will-resume says",
     "test_each_other": "verl, OpenRLHF, RLinf and NeMo-RL, from each other",
 }  # fmt: skip

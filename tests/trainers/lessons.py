@@ -106,9 +106,22 @@ def _carried_out(make: Callable[[dict[str, Any]], Running], orders: dict[str, An
             at = orders["step"]
         elif what == "save":
             run.save(value, at)
+        elif what == "attempt":
+            seen.append(_attempted(make, orders, value))
         else:
             getattr(run, what)(value)
     return seen
+
+
+def _attempted(make: Callable[[dict[str, Any]], Running], orders: dict[str, Any], path: str) -> Step:
+    """What a new run sees in two steps after it has loaded a folder; the error, where that or a step fails. Of one rank alone."""
+    run = make({**orders, "seed": orders["seed"] + 8})
+    torch.manual_seed(100)
+    try:
+        run.load(path)
+        return {"steps": [run.step(orders["step"] + 1), run.step(orders["step"] + 2)]}
+    except Exception as error:  # whatever it is: that is what is looked at
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
 
 
 def begin(make: Callable[[dict[str, Any]], Running]) -> None:

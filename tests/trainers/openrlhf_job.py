@@ -71,7 +71,8 @@ class Run:
         found, states = self.strategy.load_ckpt(self.engine, str(Path(path, "_actor")))
         assert found is not None, f"{path}: passed over"
         # What PPOTrainer.fit takes from it (openrlhf/trainer/ppo_trainer.py): a KeyError where one is not there.
-        assert {"episode", "global_step", "data_loader_state_dict"} <= states.keys(), states.keys()
+        asked = {"episode", "global_step", "total_consumed_prompts", "data_loader_state_dict"}
+        assert asked <= states.keys(), states.keys()
 
 
 def _told_by_a_launcher() -> None:

@@ -34,7 +34,7 @@ from mcore_rlhf.trainers.resuming import (
 from mcore_rlhf.trainers.table import Trainer
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_MODEL, _OPTIM, _BF16 = "*_model_states.pt", "*_optim_states.pt", "bf16_*_optim_states.pt"
+MODEL, _OPTIM, _BF16 = "*_model_states.pt", "*_optim_states.pt", "bf16_*_optim_states.pt"
 _WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCALER)
 _ALL = (Thing.WEIGHTS, *_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS)
 _FLAT, _PLAIN = "optimizer_state_dict/", "optimizer/"
@@ -46,7 +46,7 @@ TRAINER = Trainer(
     name="deepspeed",
     title="DeepSpeed",
     steps=("global_step{step}",),
-    marks=(_MODEL,),
+    marks=(MODEL,),
     tracker="latest",
     tracked="global_step{step}",
     told='engine.load_checkpoint("{root}")',
@@ -78,7 +78,7 @@ def _other_prefix(seen: Seen) -> object:
 
 def _fewer(seen: Seen) -> object:
     """The module has fewer tensors, apart from buffers, than stage 0's optimizer has parameters: ``{file}``, ``{there}``, ``{wanted}``."""
-    for name in seen.matching(_MODEL):
+    for name in seen.matching(MODEL):
         keys = seen.keys(name)
         wanted = sum(1 for key in keys if _TRAINED.fullmatch(key))
         own = {found[1] for key in keys if (found := _TENSOR.fullmatch(key))}
@@ -94,7 +94,7 @@ _TENSOR = re.compile(r"module/([^/]+)")
 
 def _nowhere(seen: Seen) -> bool:
     """Neither files of partitions, nor what stage 0 has in the model's."""
-    within = any(key.startswith(_PLAIN) for name in seen.matching(_MODEL) for key in seen.keys(name))
+    within = any(key.startswith(_PLAIN) for name in seen.matching(MODEL) for key in seen.keys(name))
     return not seen.held.problem and not within and not seen.has(_OPTIM)
 
 
@@ -109,7 +109,7 @@ def _not_sliced(seen: Seen) -> bool:
 
 def _wrapped(seen: Seen) -> bool:
     """Stage 0 in 16 bits has masters round the optimizer's own state."""
-    return any(f"{_PLAIN}optimizer_state_dict" in seen.keys(name) for name in seen.matching(_MODEL))
+    return any(f"{_PLAIN}optimizer_state_dict" in seen.keys(name) for name in seen.matching(MODEL))
 
 
 def _scheduled(seen: Seen) -> bool:
@@ -123,13 +123,13 @@ def _universal(seen: Seen) -> bool:
 
 ROWS = rows_of(
     "DeepSpeed 0.19.8, runtime/",
-    Habit((Thing.WEIGHTS,), _REFUSED, "no …model_states.pt is there", "state_dict_factory.py:168 (check_ckpt_list)", lacks(_MODEL), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "no …model_states.pt is there", "state_dict_factory.py:168 (check_ckpt_list)", lacks(MODEL), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "state_dict_factory.py:170 (check_ckpt_list)",
-        broken(_MODEL), True),
+        broken(MODEL), True),
     Habit(_ALL, _REFUSED, "{file} has no {key}: a KeyError", "engine.py:4568 (_load_checkpoint)",
-        without(_MODEL, "module", "dp_world_size"), True),
+        without(MODEL, "module", "dp_world_size"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} has no {key}, which stands in its own lists: loading it fails",
-        "engine.py:4643 (_load_checkpoint)", lacks_of(_MODEL, "module", "param_shapes", "buffer_names"), True),
+        "engine.py:4643 (_load_checkpoint)", lacks_of(MODEL, "module", "param_shapes", "buffer_names"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} has {there} parameters, its optimizer {wanted}: loading it fails",
         "engine.py:4643 (_load_checkpoint)", _fewer, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a rank's file is missing: {problem}", "engine.py:4568 (_load_checkpoint)",
@@ -138,7 +138,7 @@ ROWS = rows_of(
     Habit((*_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS), _ANEW, "{key}: the model alone is loaded; masters are made of its weights",
         "engine.py:4670 (_load_checkpoint)", asked("load_module_only"), True),
     Habit((*_WITH_OPTIMIZER, Thing.SCHEDULER, Thing.COUNTERS), _REFUSED, "{file} has no {key}: a KeyError",
-        "engine.py:4712 (_load_checkpoint)", without(_MODEL, "global_steps", "skipped_steps", "mp_world_size"), True),
+        "engine.py:4712 (_load_checkpoint)", without(MODEL, "global_steps", "skipped_steps", "mp_world_size"), True),
     Habit(_WITH_OPTIMIZER, _ANEW, "{key}: masters are made of the model's weights", "engine.py:4455 (load_checkpoint)",
         refused(_NOT_OPTIMIZER), True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "saved by {was} data-parallel ranks, loaded by {now}: ZeRO's pieces are not dealt anew",
@@ -168,16 +168,16 @@ ROWS = rows_of(
             *(("zero/stage_1_and_2.py:3746 (_load_legacy_checkpoint)",
                without(_OPTIM, "state|0", "param_groups|0", inside=_FLAT + inner)) for inner in _INNER),
             ("engine.py:4695 (_load_checkpoint)", without(
-                _MODEL, "state|optimizer_state_dict", "param_groups|optimizer_state_dict", inside=_PLAIN)),
+                MODEL, "state|optimizer_state_dict", "param_groups|optimizer_state_dict", inside=_PLAIN)),
             ("fp16/unfused_optimizer.py:381 (load_state_dict)", both(_wrapped, without(
-                _MODEL, "dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups|fp32_groups_flat", inside=_PLAIN))),
+                MODEL, "dynamic_loss_scale", "cur_scale", "cur_iter", "fp32_groups|fp32_groups_flat", inside=_PLAIN))),
             ("fp16/unfused_optimizer.py:390 (load_state_dict)",
-             without(_MODEL, "state", "param_groups", inside=f"{_PLAIN}optimizer_state_dict/")),
+             without(MODEL, "state", "param_groups", inside=f"{_PLAIN}optimizer_state_dict/")),
         )
     ),
     *(
         row
-        for pattern, inside in ((_OPTIM, _FLAT + _INNER[0]), (_OPTIM, _FLAT + _INNER[1]), (_MODEL, _PLAIN), (_MODEL, _PLAIN + _INNER[1]))
+        for pattern, inside in ((_OPTIM, _FLAT + _INNER[0]), (_OPTIM, _FLAT + _INNER[1]), (MODEL, _PLAIN), (MODEL, _PLAIN + _INNER[1]))
         for row in (
             Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails",
                 "engine.py:4696 (_load_checkpoint)", ungrouped(pattern, inside), True),
@@ -193,7 +193,7 @@ ROWS = rows_of(
         lambda seen: seen.held.scaler),
     Habit((Thing.SCALER,), _ABSENT, "none is stored; only fp16 has one", "engine.py:4733 (_load_zero_checkpoint)"),
     Habit((Thing.SCHEDULER, Thing.COUNTERS), _REFUSED, "{file} {wrong}: loading it fails", "state_dict_factory.py:170 (check_ckpt_list)",
-        broken(_MODEL), True),
+        broken(MODEL), True),
     Habit((Thing.SCHEDULER,), _ANEW, "{key}: the scheduler begins anew", "engine.py:4704 (_load_checkpoint)",
         refused("load_lr_scheduler_states"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "the configuration has a scheduler, and None is stored", "engine.py:4704 (_load_checkpoint)",
@@ -202,10 +202,10 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.scheduler),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError of DeepSpeed's own schedules",
         "lr_schedules.py:780 (load_state_dict)",
-        both(_scheduled, without(_MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch|lr_scheduler/base_lrs")), True),
+        both(_scheduled, without(MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch|lr_scheduler/base_lrs")), True),
     Habit((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the schedule keeps its own; nothing is said",
         "engine.py:4704 (_load_checkpoint)",
-        both(_scheduled, without(_MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch"))),
+        both(_scheduled, without(MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch"))),
     Habit((Thing.SCHEDULER,), _RESTORED, "lr_scheduler, where the engine has one", "engine.py:4704 (_load_checkpoint)", ran=True),
     Habit((Thing.COUNTERS,), _RESTORED, "global_steps, global_samples, skipped_steps; the rest is handed to the script as client state",
         "engine.py:4712 (_load_checkpoint)", ran=True),

@@ -6,10 +6,8 @@ Source: OpenRLHF 0.11.2, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py`
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mcore_rlhf.trainers.openrlhf import TRAINER
-from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, refused, rows_of
+from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, refused, rows_of, without
 
 from . import deepspeed
 
@@ -30,8 +28,12 @@ ROWS = (
             lambda seen: not seen.held.problem),
         Habit((Thing.COUNTERS,), _RESTORED, "episode, global_step, total_consumed_prompts, in the actor's client state",
             "ppo_trainer.py:507 (fit)", lambda seen: not seen.held.problem),
+        Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}, and the engine has a schedule: loading it fails",
+            "../utils/deepspeed/deepspeed.py (load_ckpt)", without(deepspeed.MODEL, "lr_scheduler"), True),
+        Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError of the schedule",
+            "../utils/deepspeed/deepspeed.py (load_ckpt)", without(deepspeed.MODEL, "lr_lambdas", inside="lr_scheduler/"), True),
     ),
-    *(replace(row, ran=False) for row in deepspeed.ROWS),
+    *deepspeed.ROWS,
 )  # fmt: skip
 
 LOADER = Loader(TRAINER, "0.11.2", ROWS)

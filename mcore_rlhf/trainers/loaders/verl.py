@@ -22,6 +22,10 @@ from mcore_rlhf.trainers.resuming import (
     has,
     incomplete,
     rows_of,
+    stateless,
+    uneven,
+    ungrouped,
+    without,
 )
 from mcore_rlhf.trainers.verl import TRAINER
 
@@ -79,6 +83,33 @@ def _of_file(things: tuple[Thing, ...], what: str, content: str, line: str) -> t
     )
 
 
+_EXTRA_FILE, _OPTIM_FILE = "extra_state_world_size_*", "optim_world_size_*"
+_IN_FILES = "utils/checkpoint/fsdp_checkpoint_manager.py:{} (load_checkpoint)"
+
+
+def _inside(things: tuple[Thing, ...], outcome: Outcome, why: str, line: str, when: Callable[[Seen], object]) -> Habit:
+    """What is asked of what a rank's file holds."""
+    return Habit(things, outcome, why, _IN_FILES.format(line), when, True)
+
+
+_KEYS = (
+    _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "233", without(_OPTIM_FILE, "state", "param_groups")),
+    _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "233", ungrouped(_OPTIM_FILE)),
+    _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails", "233",
+        uneven(_OPTIM_FILE)),
+    _inside((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said",
+        "233", stateless(_OPTIM_FILE)),
+    _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "250", without(_EXTRA_FILE, "lr_scheduler")),
+    _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "252",
+        without(_EXTRA_FILE, "lr_lambdas", inside="lr_scheduler/")),
+    _inside((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the schedule keeps its own; nothing is said", "252",
+        without(_EXTRA_FILE, "last_epoch", inside="lr_scheduler/")),
+    _inside((Thing.RNG,), _ANEW, "{file} has no {key}: the seed's own states; nothing is said", "245", without(_EXTRA_FILE, "rng")),
+    _inside((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", "247",
+        without(_EXTRA_FILE, "cpu", "numpy", "random", inside="rng/")),
+)  # fmt: skip
+
+
 ROWS = rows_of(
     "verl 0.9.1, verl/",
     Habit(EVERYTHING, _ANEW, "resume_mode is disable: nothing is loaded", _IN_DRIVER,
@@ -86,6 +117,7 @@ ROWS = rows_of(
     *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
+    *_KEYS,
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "neither files of ranks nor dist_ckpt are there",
         _IN_FSDP, lambda seen: not _FSDP(seen) and not _MEGATRON(seen)),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "a file is missing: {problem}",
