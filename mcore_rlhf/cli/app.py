@@ -230,7 +230,9 @@ def report(paths: tuple[Path, ...], json: bool, **given: Any) -> None:
 def doctor(folder: Path, json: bool) -> None:
     """Say what this machine, this installation and a folder are good for: versions, speed of checksums, locks, space, extras.
 
-    The exit code is 1 where something that is needed is missing, or nothing can be written.
+    Where a trainer's run lies in the folder, also what its loader would go on with: see will-resume.
+
+    The exit code is 1 where something that is needed is missing, nothing can be written, or the run does not resume whole.
     """
     from .doctor import run
 

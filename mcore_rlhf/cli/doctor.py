@@ -25,6 +25,7 @@ from mcore_rlhf.storage.paths import local_path
 
 from .options import default_workers
 from .output import Column, Facts, emit_json, print_facts, print_table, rate, say, size
+from .will_resume import of_a_run, resumes_text
 
 _SLOW_CRC = 8 << 30
 _BUFFER = 64 << 20
@@ -101,7 +102,7 @@ def _facts(folder: Path) -> Facts:
     """Keys: ``versions`` by package (null: missing), ``crc32`` (``implementation``, ``bytes_per_second``), ``workers``,
     ``folder`` (``path``, ``kind``, ``mount``, ``options``, ``network``, ``writable``, ``locks``, ``free``, ``total``),
     ``extras`` (``package``, ``extra``, ``version`` or null, ``brings``, ``fails``: why it cannot be imported, or null),
-    ``problems`` and ``advice`` (texts).
+    ``run``, of the run there or null (:func:`.will_resume.of_a_run`), ``problems`` and ``advice`` (texts).
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: is no folder\nGive the one in which checkpoints are to lie.")
@@ -117,6 +118,8 @@ def _facts(folder: Path) -> Facts:
         for one in extras
         if one["fails"]
     ]
+    run_there = of_a_run(folder)
+    problems += [f"{folder}: {run_there['problem']}"] if run_there and run_there["problem"] else []
     problems += [] if place["writable"] else [f"{folder}: nothing can be written there: {place['why']}"]
     return {
         "versions": {"mcore_rlhf": __version__, "python": platform.python_version(), **needed},
@@ -124,6 +127,7 @@ def _facts(folder: Path) -> Facts:
         "workers": default_workers(),
         "folder": place,
         "extras": extras,
+        "run": run_there,
         "problems": problems,
         "advice": list(_advice(place, speed)),
     }  # fmt: skip
@@ -272,6 +276,15 @@ def _print(facts: Facts) -> None:
     say("\nextras")
     rows = [(one["package"], _state(one), one["brings"]) for one in facts["extras"]]
     print_table([Column("package"), Column("version"), Column("brings")], rows)
+    if (run_there := facts["run"]) and run_there["trainer"]:
+        say(f"\nrun of {run_there['trainer']} {run_there['rows_of']}")
+        print_facts(
+            [
+                ("takes", f"{run_there['step'] or 'no step'}: {run_there['chosen']}"),
+                ("resumes", resumes_text(run_there["roles"])),
+            ]
+        )
+        print_facts(list(run_there["why"].items()))
     for text in facts["problems"]:
         say(f"problem: {text}")
     for text in facts["advice"]:

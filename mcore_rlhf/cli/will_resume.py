@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.errors import CheckpointError, headline
+from mcore_rlhf.manager.will_resume import Forecast, forecast, forecast_for_its_writer, loader_named
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.trainers.resuming import Outcome, Prospect, Settings
@@ -60,6 +60,34 @@ def after_conversion(root: ReadablePath, trainer: str) -> dict[str, dict[str, li
     except CheckpointError:  # the conversion is done, and this is a word about it
         return {}
     return {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()}
+
+
+def of_a_run(root: ReadablePath) -> Facts | None:
+    """What ``doctor`` says of a run; None where no trainer's is there.
+
+    Keys: ``trainer``, ``rows_of``, ``step``, ``chosen``, ``resumes``, ``roles`` (outcome → things), ``why`` (of what is lost, by thing),
+    ``problem``.
+
+    Args:
+        root: Any folder.
+    """
+    try:
+        found = forecast_for_its_writer(root)
+    except CheckpointError as error:
+        return {"trainer": None, "resumes": False, "problem": headline(str(error))}
+    if found is None:
+        return None
+    lost = {one.thing.value: one.why for of in found.roles.values() for one in of if one.row.outcome.is_loss}
+    return {
+        "trainer": found.loader.trainer.title,
+        "rows_of": found.loader.version,
+        "step": None if found.taken.folder is None else found.taken.folder.name,
+        "chosen": found.taken.why,
+        "resumes": found.resumes,
+        "roles": {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()},
+        "why": lost,
+        "problem": "" if found.resumes else f"{_last(found)}{''.join(f'; {note}' for note in found.notes)}",
+    }
 
 
 def _grouped(prospects: list[Prospect]) -> Iterator[tuple[str, list[str]]]:

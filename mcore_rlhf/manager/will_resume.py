@@ -25,10 +25,13 @@ from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_belo
 from mcore_rlhf.storage.patience import is_there, names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
+from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
+
+from .runs import run_at, step_at
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
 _DEPTH = 6
@@ -133,6 +136,24 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
             )
             doubtful += [] if any(one.row.outcome.is_loss for one in roles[role]) else [role]
     return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
+
+
+def forecast_for_its_writer(path: ReadablePath) -> Forecast | None:
+    """What the trainer that wrote a run, or a step, would go on with, by its own defaults; None where no loader's rows speak of such.
+
+    Args:
+        path: Any folder.
+
+    Raises:
+        CheckpointError: It has steps of two trainers.
+    """
+    found = step_at(path) or run_at(path)
+    by_name = {one.trainer.name: one for one in LOADERS}
+    loader = by_name.get(found.trainer.name) if found is not None else None
+    if found is None and is_there(path / deepspeed.TRAINER.tracker):
+        written = any(deepspeed.TRAINER.wrote(path / name) for name in names_in(path))
+        loader = by_name[deepspeed.TRAINER.name] if written else None
+    return None if loader is None else forecast(path, loader, Settings())
 
 
 def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:

@@ -16,6 +16,8 @@ from mcore_rlhf.installation import to_install
 
 from .conftest import Cli
 
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
 
 def test_versions_folder_and_extras(cli: Cli, tmp_path: Path) -> None:
     outcome = cli("doctor", tmp_path, "--json")
@@ -108,3 +110,17 @@ def test_locks_that_do_not_hold_and_folders_that_cannot_be_written(
         assert outcome.code == 1
         assert "nothing can be written there" in outcome.json["problems"][0]
     assert cli("doctor", tmp_path / "none").code == 2
+
+
+def test_a_run_in_the_folder(cli: Cli, tmp_path: Path) -> None:
+    """What its trainer would go on with, as ``will-resume`` has it; a folder without a run has none."""
+    root = tmp_path / "runs"
+    shutil.copytree(GOLDENS / "transformers" / "checkpoint-2", root / "checkpoint-2")
+    assert cli("doctor", root, "--json").json["run"]["resumes"]
+    (root / "checkpoint-2" / "scheduler.pt").unlink()
+    outcome = cli("doctor", root)
+    assert outcome.code == 1
+    assert "scheduler.pt is not there; nothing is said" in outcome.stdout
+    assert f"problem: {root}: it resumes, and something is lost" in outcome.stdout
+    assert cli("doctor", GOLDENS / "deepspeed" / "z2_bf16_ac_dp2", "--json").json["run"]["trainer"] == "DeepSpeed"
+    assert cli("doctor", tmp_path, "--json").json["run"] is None
