@@ -112,8 +112,9 @@ def test_locks_that_do_not_hold_and_folders_that_cannot_be_written(
     assert cli("doctor", tmp_path / "none").code == 2
 
 
-def test_a_run_in_the_folder(cli: Cli, tmp_path: Path) -> None:
+def test_a_run_in_the_folder(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its trainer would go on with, as ``will-resume`` has it; a folder without a run has none."""
+    monkeypatch.setattr(doctor, "_extras", list)  # each is imported, which takes seconds
     root = tmp_path / "runs"
     shutil.copytree(GOLDENS / "transformers" / "checkpoint-2", root / "checkpoint-2")
     assert cli("doctor", root, "--json").json["run"]["resumes"]
