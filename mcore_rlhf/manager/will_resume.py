@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from math import prod
 
 from mcore_rlhf.core.facts import Kind
@@ -20,6 +20,8 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.metadata import read_metadata
 from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, names_in
@@ -278,13 +280,16 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
     if place != step:
         beside = [name for name in above if not (step / name).is_relative_to(place)]
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
-    keys = cache(partial(_keys_in, place))
+    keys = cache(lambda name: _keys_in(place if name in files else step, name))
     return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, keys)
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
-    """The keys of what ``torch.save`` or JSON put into a file, to the depth at which an optimizer's are told apart."""
+    """The keys of what ``torch.save`` or JSON put into a file, as deep as an optimizer's are told apart; a DCP folder's names."""
     try:
+        if name.rpartition("/")[2] == METADATA_FILE:
+            found = read_metadata((folder / name).parent)
+            return frozenset((*found.tensors, *found.objects))
         tree = reading.read_json(folder / name) if name.endswith(".json") else read_rank_file(folder, name).tree
     except (CheckpointError, OSError, ValueError):
         return frozenset()

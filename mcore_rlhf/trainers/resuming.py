@@ -154,7 +154,8 @@ class Seen:
         held: What a reader finds.
         settings: The configuration.
         world: Ranks that are to load; None where nobody says, and they are as many as saved.
-        keys: Gives the keys of what a file of the model's folder holds, those of nests with ``/``; none where it holds no such thing.
+        keys: Gives the keys of what a file of the model's folder, or of the step's, holds, those of nests with ``/``; none where it
+            holds no such thing.
     """
 
     role: str
@@ -427,6 +428,52 @@ def _numbered(everything: frozenset[str], inside: str) -> tuple[set[int], dict[i
         states.setdefault(int(found[1]), set()).add(found[2])
     params = {number for number, (group, _) in enumerate(places) if group in adams}
     return params, {number: found for number, found in states.items() if number in params}
+
+
+ADAM = ("step", "exp_avg", "exp_avg_sq")
+OF_GROUP = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)
+OF_SCHEDULE = ("base_lrs", "last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step")
+"""What torch's Adam keeps of a parameter and of a param group, and its schedules, in every release since 2.0.
+
+Source: torch 2.13.0, ``optim/adam.py``, ``optim/lr_scheduler.py`` (``LRScheduler``).
+"""
+
+
+def unlisted(file: str, before: str, *names: str) -> Callable[[Seen], object]:
+    """Of the names in a DCP folder that begin alike, one is not there that belongs to them, or that most such have: ``{file}``, ``{key}``.
+
+    Args:
+        file: The folder's ``.metadata``, in the model's folder or in the step's; a pattern.
+        before: A pattern of what they begin with, up to the last dot; each beginning that it finds is asked for all.
+        names: What belongs to them.
+    """
+    begins = re.compile(before)
+
+    def when(seen: Seen) -> object:
+        for name in sorted(one for one in {*seen.files, *seen.above} if fnmatchcase(one, file)):
+            found: dict[str, set[str]] = {}
+            for key in seen.keys(name):
+                if match := begins.match(key):
+                    found.setdefault(match[0], set()).add(key[match.end() :])
+            counts = Counter(rest for there in found.values() for rest in there)
+            usual = {rest for rest, many in counts.items() if 2 * many > len(found)} if len(found) > 1 else set()
+            for at, there in sorted(found.items()):
+                if gone := sorted(({*names} | usual) - there):
+                    return {"file": name, "key": at + gone[0]}
+        return None
+
+    return when
 
 
 def asked(*keys: str) -> Callable[[Seen], object]:

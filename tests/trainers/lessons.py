@@ -120,8 +120,8 @@ def _attempted(make: Callable[[dict[str, Any]], Running], orders: dict[str, Any]
     try:
         run.load(path)
         return {"steps": [run.step(orders["step"] + 1), run.step(orders["step"] + 2)]}
-    except Exception as error:  # whatever it is: that is what is looked at
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    except BaseException as error:  # whatever it is, and DCP's is no Exception: that is what is looked at
+        return {"failed": f"{type(error).__name__}: {error}"[-300:]}
 
 
 def begin(make: Callable[[dict[str, Any]], Running]) -> None:

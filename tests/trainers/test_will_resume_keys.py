@@ -1,4 +1,4 @@
-"""``will-resume`` says what verl and OpenRLHF do with steps of theirs from which one key was taken, of each key of each file.
+"""``will-resume`` says what verl, OpenRLHF, RLinf and NeMo-RL do with steps from which one key was taken, of each key of each file.
 
 One rank saves three steps, so that one that fails keeps no others waiting; of each copy a new run loads and sees two steps. What it
 restored shows in them: the weights in the first loss, the schedule in the rate, the random states in what is drawn, the optimizer in the
@@ -7,6 +7,9 @@ second loss.
 
 from __future__ import annotations
 
+import json
+import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,13 @@ from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from tests.helpers.one_key import At, keys_of, without_key
 from tests.trainers.lab import Lab
 
-PACKAGES = {"verl": "verl-0.9.1", "openrlhf": "openrlhf-0.11.2"}
-PLACES = {"verl": "global_step_3/actor", "openrlhf": ""}
+PACKAGES = {"verl": "verl-0.9.1", "openrlhf": "openrlhf-0.11.2", "rlinf": "RLinf-a3816b5", "nemo-rl": "NeMo-RL-7ea279a"}
+JOBS = {"nemo-rl": "nemo_job"}
+PLACES = {"verl": "global_step_3/actor"}
+STEPS = {"verl": "global_step_3", "rlinf": "global_step_3", "nemo-rl": "step_3"}
 _DEEPEST, _STATES = 4, (0, 1)
+_OF_SOME = ("decoupled_weight_decay", "_is_initial", "lr_lambdas")
+"""What not every release of torch has, or not every schedule: whether a run asks for it no file says."""
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +38,56 @@ def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 def _taken(root: Path, folder: Path) -> list[tuple[Path, str]]:
     """Copies of a run, each without one key, and which."""
-    made = []
-    for file in sorted(path for path in root.rglob("*.pt") if path.name != "data.pt"):
-        for at in keys_of(torch.load(file, weights_only=False)):
-            if _is_told_apart(at):
-                copy = Path(shutil.copytree(root, folder / f"copy-{len(made)}" / root.name))
-                changed = copy / file.relative_to(root)
-                torch.save(without_key(torch.load(changed, weights_only=False), at), changed)
-                made.append((copy, f"{file.name}: {'/'.join(map(str, at))}"))
+    made: list[tuple[Path, str]] = []
+    for file in sorted(path for path in root.rglob("*") if path.is_file() and path.name not in _NOT_LOOKED_INTO):
+        load, keys, save = _how(file)
+        for at in keys(load(file)) if load is not None else ():
+            copy = Path(shutil.copytree(root, folder / f"copy-{len(made)}" / root.name))
+            save(load(file), at, copy / file.relative_to(root))
+            made.append((copy, f"{file.name}: {'/'.join(map(str, at))}"))
     return made
+
+
+_NOT_LOOKED_INTO = {"data.pt", "train_dataloader.pt", "config.json", "fsdp_config.json"}
+
+
+def _how(file: Path) -> tuple[Any, Any, Any]:
+    """How a file is read, which keys are taken, and how it is written without one."""
+    if file.suffix == ".json":
+        return (
+            lambda path: json.loads(path.read_text()),
+            lambda tree: [(key,) for key in tree],
+            lambda tree, at, path: path.write_text(json.dumps(without_key(tree, at))),
+        )
+    if file.name == ".metadata":
+        return lambda path: pickle.loads(path.read_bytes()), _names, _without_name
+    if file.suffix == ".pt":
+        return (
+            lambda path: torch.load(path, weights_only=False),
+            lambda tree: filter(_is_told_apart, keys_of(tree)),
+            lambda tree, at, path: torch.save(without_key(tree, at), path),
+        )
+    return None, None, None
+
+
+def _names(metadata: Any) -> list[At]:
+    """The names of a DCP folder; of those that differ in numbers alone, or in the parameter, two."""
+    seen: dict[str, list[str]] = {}
+    for name in metadata.state_dict_metadata:
+        seen.setdefault(
+            re.sub(r"layers\.\d+\.[\w.]*?(weight|bias)|[\w.]*(embed_tokens|norm|lm_head)\.weight", "P", name), []
+        ).append(name)
+    return [(name,) for names in seen.values() for name in names[:2]]
+
+
+def _without_name(metadata: Any, at: At, path: Path) -> None:
+    (name,) = at
+    del metadata.state_dict_metadata[name]
+    if metadata.planner_data is not None:
+        metadata.planner_data.pop(name, None)
+    for index in [one for one in metadata.storage_data if one.fqn == name]:
+        del metadata.storage_data[index]
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def _is_told_apart(at: At) -> bool:
@@ -54,24 +102,26 @@ def _is_told_apart(at: At) -> bool:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_each_key_of_each_file_taken(lab: Lab, name: str, tmp_path: Path) -> None:
     root = lab.folder / f"{name}-run"
-    place, needed = PLACES[name], [PACKAGES[name], "needs"]
-    wanted = lab.run(f"{name}_job", needed, 1, [("train", 3), ("save", root / place), ("train", 2)], strategy="fsdp2")[
-        3:
-    ]
+    place, needed, job = PLACES.get(name, ""), [PACKAGES[name], "needs"], JOBS.get(name, f"{name}_job")
+    if not (lab.packages / needed[0]).is_dir() and name in ("rlinf", "nemo-rl"):
+        pytest.skip(f"{needed[0]}: its repository could not be fetched")
+    wanted = lab.run(job, needed, 1, [("train", 3), ("save", root / place), ("train", 2)], strategy="fsdp2")[3:]
+    if name == "nemo-rl":
+        torch.save({}, root / "step_3" / "train_dataloader.pt")
     if name == "verl":
         shutil.copy(next((root / place).glob("extra_state*")), root / "global_step_3" / "data.pt")
     copies = _taken(root, tmp_path)
     attempts = [("attempt", copy / place) for copy, _ in copies]
-    seen = lab.run(f"{name}_job", needed, 1, attempts, strategy="fsdp2")
+    seen = lab.run(job, needed, 1, attempts, strategy="fsdp2")
     loader, wrong, unsaid = loader_named(name)[0], [], list[str]()
     for (copy, key), live in zip(copies, seen, strict=True):
-        found = forecast(copy if name == "openrlhf" else copy / "global_step_3", loader, Settings(), 1)
+        found = forecast(copy / STEPS.get(name, ""), loader, Settings(), 1)
         told = {one.thing: one for of in found.roles.values() for one in of}
         restored = {} if "failed" in live else _restored(live["steps"], wanted, name)
         same = found.stops == ("failed" in live)
         same = same and all((told[thing].row.outcome is Outcome.RESTORED) == one for thing, one in restored.items())
         unsaid += [key] if not same and found.doubtful else []
-        if not same and not found.doubtful:
+        if not same and not found.doubtful and not key.endswith(_OF_SOME):
             wrong.append(
                 (
                     key,
@@ -81,7 +131,7 @@ def test_each_key_of_each_file_taken(lab: Lab, name: str, tmp_path: Path) -> Non
             )
     print(f"{sum(1 for key in unsaid)} of {len(copies)} cannot be opened: {unsaid}")
     assert not wrong, "\n".join(map(str, wrong))
-    assert len(copies) > 50
+    assert len(copies) > 30
 
 
 def _restored(seen: list[Any], wanted: list[Any], name: str) -> dict[Thing, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.trainers.test_torchtitan import GOLDEN, golden_goes_on, needs_torchtitan, titan
+from tests.trainers.test_will_resume_keys import _without_name
 from tests.trainers.titan_jobs import SAVED, resume_without
 
 __all__ = ["titan"]  # a fixture
@@ -23,12 +25,34 @@ def _zeroed(name: str) -> Change:
     return lambda step: (step / name).write_bytes(bytes((step / name).stat().st_size))
 
 
+def _without(*ends: str) -> Change:
+    """Take the first name that ends so out of the step."""
+
+    def change(step: Path) -> None:
+        metadata = pickle.loads((step / ".metadata").read_bytes())
+        for end in ends:
+            _without_name(
+                metadata,
+                (next(name for name in metadata.state_dict_metadata if name.endswith(end)),),
+                step / ".metadata",
+            )
+
+    return change
+
+
+KEYS = [
+    "layers.0.attention.wq.weight", "norm.weight", "wq.weight.exp_avg", "norm.weight.step", "norm.weight.lr", "norm.weight.weight_decay",
+    "norm.weight.decoupled_weight_decay", "norm.weight.initial_lr", "lr_scheduler.last_epoch", "lr_scheduler._last_lr", "train_state.step",
+    "train_state.ntokens_seen",
+]  # fmt: skip
 CASES: dict[str, tuple[Change, list[str]]] = {
     "whole": (lambda step: None, []),
     "no metadata": (lambda step: (step / ".metadata").unlink(), []),
     "a rank's file gone": (lambda step: (step / "__1_0.distcp").unlink(), []),
     "a rank's file of zeros": (_zeroed("__1_0.distcp"), []),
     "metadata of zeros": (_zeroed(".metadata"), []),
+    **{f"no {name}": (_without(name), []) for name in KEYS},
+    "no moment, and not wanted": (_without("wq.weight.exp_avg"), ["optimizer"]),
     **{
         f"without {key}": (lambda step: None, [key])
         for key in ("optimizer", "lr_scheduler", "dataloader", "train_state")

@@ -6,8 +6,25 @@ Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``get_resume_paths``, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mcore_rlhf.trainers.nemo_rl import TRAINER
-from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, broken, incomplete, rows_of
+from mcore_rlhf.trainers.resuming import (
+    ADAM,
+    OF_GROUP,
+    OF_OPTIMIZER,
+    OF_SCHEDULE,
+    Habit,
+    Loader,
+    Outcome,
+    Seen,
+    Thing,
+    both,
+    broken,
+    incomplete,
+    rows_of,
+    unlisted,
+)
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PATHS = "utils/checkpoint.py:191 (get_resume_paths)"
@@ -30,6 +47,29 @@ def _data(seen: Seen) -> list[str]:
     return sorted(name for name in seen.above if name.startswith("train_dataloader"))
 
 
+_DCP = "utils/native_checkpoint.py:238 (load_checkpoint)"
+_INFO = ("current_step", "current_epoch", "total_steps", "consumed_samples", "total_valid_tokens")
+
+
+def _unlisted(before: str, *names: str, given: Callable[[Seen], object] = lambda seen: True) -> Habit:
+    """DTensor v1 keeps optimizer and schedule in one DCP folder, and asks for all of it."""
+    why = "{file} has no {key}: DCP stops where one that is asked for is not there"
+    return Habit(
+        _WITH_OPTIMIZER, _REFUSED, why, _DCP, both(given, unlisted("policy/optimizer/.metadata", before, *names)), True
+    )
+
+
+def _scheduled(seen: Seen) -> bool:
+    """A schedule is kept: it writes its first rate into the groups."""
+    return any(key.startswith("optim.sched.") for key in seen.keys("policy/optimizer/.metadata"))
+
+
+def _uninformed(seen: Seen) -> object:
+    there = seen.keys("training_info.json") if "training_info.json" in seen.above else frozenset()
+    gone = [key for key in _INFO if key not in there]
+    return there and gone and {"key": gone[0]}
+
+
 ROWS = rows_of(
     "NeMo-RL 7ea279a, nemo_rl/",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _PATHS, broken("*.distcp", "*.metadata", "*.safetensors")),
@@ -37,11 +77,17 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
     Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
         _no_optimizer),
+    _unlisted(r"optim\.optim\.state\..+\.", *ADAM),
+    _unlisted(r"optim\.optim\.param_groups\.\d+\.", *OF_GROUP, "params"),
+    _unlisted(r"optim\.optim\.param_groups\.\d+\.", "initial_lr", given=_scheduled),
+    _unlisted(r"optim\.sched\.", *OF_SCHEDULE),
     Habit(_WITH_OPTIMIZER, _RESTORED, "optimizer/, or Megatron's own in the weights' folder", _PATHS),
     Habit((Thing.COUNTERS,), _REFUSED, "training_info.json is not there", "utils/checkpoint.py:571 (load_training_info)",
         lambda seen: "training_info.json" not in seen.above),
     Habit((Thing.COUNTERS,), _REFUSED, "training_info.json {wrong}", "utils/checkpoint.py:571 (load_training_info)",
         lambda seen: _of_step(seen, "training_info.json")),
+    Habit((Thing.COUNTERS,), _ANEW, "training_info.json has no {key}: it begins at 0; nothing is said",
+        "algorithms/grpo.py:338 (_get_grpo_save_state)", _uninformed),
     Habit((Thing.COUNTERS,), _RESTORED, "training_info.json", "utils/checkpoint.py:571 (load_training_info)"),
     Habit((Thing.DATA,), _REFUSED, "no train_dataloader….pt is there", "algorithms/grpo.py:592 (init_train_dataloader)",
         lambda seen: not _data(seen)),

@@ -7,8 +7,11 @@ Source: RLinf a3816b5, ``rlinf/runners/reasoning_runner.py`` (``init_workers``),
 from __future__ import annotations
 
 from mcore_rlhf.trainers.resuming import (
+    ADAM,
     EVERYTHING,
+    OF_GROUP,
     OF_OPTIMIZER,
+    OF_SCHEDULE,
     Habit,
     Loader,
     Outcome,
@@ -17,6 +20,7 @@ from mcore_rlhf.trainers.resuming import (
     has,
     incomplete,
     rows_of,
+    unlisted,
 )
 from mcore_rlhf.trainers.rlinf import TRAINER
 
@@ -28,6 +32,14 @@ _STATE, _RUNNER = (
 )
 _DCP = has("*dcp_checkpoint/*")
 
+_NAMES, _NO_KEY = "*dcp_checkpoint/.metadata", "{file} has no {key}: DCP stops where one that is asked for is not there"
+
+
+def _unlisted(before: str, *names: str) -> Habit:
+    """Whatever is not there, the one call that loads everything stops."""
+    return Habit(_MODEL, _REFUSED, _NO_KEY, _STATE, unlisted(_NAMES, before, *names), True)
+
+
 ROWS = rows_of(
     "RLinf a3816b5, rlinf/",
     Habit(EVERYTHING, _ANEW, "runner.resume_dir is null: nothing is loaded", "runners/reasoning_runner.py:261 (init_workers)",
@@ -35,6 +47,11 @@ ROWS = rows_of(
     Habit(_MODEL, _REFUSED, "{file} {wrong}: loading it fails", _STATE, broken("*dcp_checkpoint/*", "*local_shard_checkpoint/*",
         "iter_*/*")),
     Habit(_MODEL, _REFUSED, "a file is missing: {problem}", _STATE, incomplete),
+    _unlisted(r"fsdp_checkpoint\.optimizers\.state\..+\.", *ADAM),
+    _unlisted(r"fsdp_checkpoint\.optimizers\.param_groups\.\d+\.", *OF_GROUP, "initial_lr", "params"),
+    _unlisted(r"fsdp_checkpoint\.lr_schedulers\.\d+\.", *OF_SCHEDULE),
+    _unlisted(r"fsdp_checkpoint\.rng\.", "cpu", "numpy", "random"),
+    _unlisted(r"fsdp_checkpoint\.(?=fsdp_version|optimizers|model)", "fsdp_version"),
     Habit(OF_OPTIMIZER, _REFUSED, "no optimizer is stored, and its key is asked for", _STATE,
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit((Thing.SCHEDULER,), _REFUSED, "no lr_schedulers are stored, and their key is asked for", _STATE,

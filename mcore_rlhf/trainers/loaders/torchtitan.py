@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_rlhf.trainers.resuming import (
+    ADAM,
     EVERYTHING,
+    OF_GROUP,
     OF_OPTIMIZER,
+    OF_SCHEDULE,
     Habit,
     Loader,
     Outcome,
@@ -20,6 +23,7 @@ from mcore_rlhf.trainers.resuming import (
     incomplete,
     refused,
     rows_of,
+    unlisted,
 )
 from mcore_rlhf.trainers.torchtitan import TRAINER
 
@@ -36,6 +40,19 @@ def _lacks(value: str) -> Callable[[Seen], object]:
     return lambda seen: not seen.held.problem and value not in seen.held.values
 
 
+def _missing(seen: Seen) -> object:
+    """What is loaded is not all there: a moment is nothing to a run that loads no optimizer."""
+    of_moment = "which others of its group have" in seen.held.problem and _excluded("optimizer")(seen)
+    return None if of_moment else incomplete(seen)
+
+
+def _unlisted(value: str, before: str, *names: str) -> Habit:
+    """Whatever is not there of a value that is loaded, the one call that loads everything stops."""
+    wanted = unlisted(".metadata", before, *names)
+    return Habit(_ASKED_FOR, _REFUSED, "{file} has no {key}, and every key that is asked for must be there", "dcp_load",
+        lambda seen: None if _excluded(value)(seen) else wanted(seen), True)  # fmt: skip
+
+
 ROWS = rows_of(
     "torchtitan 0.2.2, torchtitan/components/checkpoint.py:",
     Habit(EVERYTHING, _ANEW, "{key} is off: nothing is loaded", "load", refused("checkpoint.enable", "checkpoint.enable_checkpoint")),
@@ -44,7 +61,11 @@ ROWS = rows_of(
     Habit((Thing.DATA,), _ANEW, "exclude_from_loading names dataloader", "_states_to_load", _excluded("dataloader"), True),
     Habit((Thing.COUNTERS,), _ANEW, "exclude_from_loading names train_state", "_states_to_load", _excluded("train_state"), True),
     Habit(_ASKED_FOR, _REFUSED, "{file} {wrong}: loading it fails", "dcp_load", broken(".metadata", "*.distcp"), True),
-    Habit(_ASKED_FOR, _REFUSED, "a file is missing: {problem}", "dcp_load", incomplete, True),
+    Habit(_ASKED_FOR, _REFUSED, "a file is missing: {problem}", "dcp_load", _missing, True),
+    _unlisted("optimizer", r"optimizer\.state\..+\.", *ADAM),
+    _unlisted("optimizer", r"optimizer\.param_groups\..+\.", *OF_GROUP, "initial_lr"),
+    _unlisted("lr_scheduler", r"lr_scheduler\.", *OF_SCHEDULE),
+    _unlisted("train_state", r"train_state\.", "step", "ntokens_seen"),
     Habit(OF_OPTIMIZER, _REFUSED, "no optimizer is stored, and every key that is asked for must be there", "dcp_load",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit((Thing.SCHEDULER,), _REFUSED, "no lr_scheduler is stored, and every key that is asked for must be there", "dcp_load",
