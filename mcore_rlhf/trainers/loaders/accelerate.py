@@ -6,12 +6,7 @@ Source: accelerate 1.15.0, ``checkpointing.py`` (``load_accelerator_state``), ``
 from __future__ import annotations
 
 from mcore_rlhf.trainers.accelerate import TRAINER
-from mcore_rlhf.trainers.resuming import (
-    OF_OPTIMIZER,
-    Habit,
-    Loader,
-    Outcome,
-    Thing,
+from mcore_rlhf.trainers.conditions import (
     asked,
     both,
     broken,
@@ -20,12 +15,12 @@ from mcore_rlhf.trainers.resuming import (
     lacks,
     missing_ranks,
     refused,
-    rows_of,
     stateless,
     uneven,
     ungrouped,
     without,
 )
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _ZERO, _FSDP = ("latest", "pytorch_model/*"), ("pytorch_model_fsdp*",)

@@ -8,13 +8,7 @@ from __future__ import annotations
 
 import re
 
-from mcore_rlhf.trainers.resuming import (
-    OF_OPTIMIZER,
-    Habit,
-    Loader,
-    Outcome,
-    Seen,
-    Thing,
+from mcore_rlhf.trainers.conditions import (
     asked,
     both,
     broken,
@@ -25,12 +19,12 @@ from mcore_rlhf.trainers.resuming import (
     lacks_of,
     missing_ranks,
     refused,
-    rows_of,
     stateless,
     uneven,
     ungrouped,
     without,
 )
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.table import Trainer
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome

@@ -8,24 +8,9 @@ from __future__ import annotations
 
 import re
 
+from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, without
 from mcore_rlhf.trainers.megatron import LM
-from mcore_rlhf.trainers.resuming import (
-    OF_OPTIMIZER,
-    Habit,
-    Loader,
-    Outcome,
-    Seen,
-    Thing,
-    asked,
-    both,
-    broken,
-    has,
-    incomplete,
-    lacks,
-    rows_of,
-    uneven,
-    without,
-)
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PLAIN, _DIST = "mp_rank_*/*", (".metadata", "*.distcp")

@@ -8,23 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, both, broken, incomplete, unlisted
 from mcore_rlhf.trainers.nemo_rl import TRAINER
-from mcore_rlhf.trainers.resuming import (
-    ADAM,
-    OF_GROUP,
-    OF_OPTIMIZER,
-    OF_SCHEDULE,
-    Habit,
-    Loader,
-    Outcome,
-    Seen,
-    Thing,
-    both,
-    broken,
-    incomplete,
-    rows_of,
-    unlisted,
-)
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PATHS = "utils/checkpoint.py:191 (get_resume_paths)"
@@ -48,7 +34,7 @@ def _data(seen: Seen) -> list[str]:
 
 
 _DCP = "utils/native_checkpoint.py:238 (load_checkpoint)"
-_INFO = ("current_step", "current_epoch", "total_steps", "consumed_samples", "total_valid_tokens")
+_INFO = ("current_step", "total_steps", "consumed_samples")
 
 
 def _unlisted(before: str, *names: str, given: Callable[[Seen], object] = lambda seen: True) -> Habit:
@@ -81,6 +67,7 @@ ROWS = rows_of(
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", *OF_GROUP, "params"),
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", "initial_lr", given=_scheduled),
     _unlisted(r"optim\.sched\.", *OF_SCHEDULE),
+    _unlisted(r"optim\.sched\._schedulers\.\d+\.", *OF_SCHEDULE),
     Habit(_WITH_OPTIMIZER, _RESTORED, "optimizer/, or Megatron's own in the weights' folder", _PATHS),
     Habit((Thing.COUNTERS,), _REFUSED, "training_info.json is not there", "utils/checkpoint.py:571 (load_training_info)",
         lambda seen: "training_info.json" not in seen.above),

@@ -6,8 +6,9 @@ Source: OpenRLHF 0.11.2, ``openrlhf/trainer/ray/ppo_actor.py``, ``ppo_critic.py`
 
 from __future__ import annotations
 
+from mcore_rlhf.trainers.conditions import refused, without
 from mcore_rlhf.trainers.openrlhf import TRAINER
-from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, refused, rows_of, without
+from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 from . import deepspeed
 

@@ -6,22 +6,8 @@ Source: RLinf a3816b5, ``rlinf/runners/reasoning_runner.py`` (``init_workers``),
 
 from __future__ import annotations
 
-from mcore_rlhf.trainers.resuming import (
-    ADAM,
-    EVERYTHING,
-    OF_GROUP,
-    OF_OPTIMIZER,
-    OF_SCHEDULE,
-    Habit,
-    Loader,
-    Outcome,
-    Thing,
-    broken,
-    has,
-    incomplete,
-    rows_of,
-    unlisted,
-)
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, has, incomplete, unlisted
+from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 from mcore_rlhf.trainers.rlinf import TRAINER
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome

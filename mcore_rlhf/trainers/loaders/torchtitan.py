@@ -8,23 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.resuming import (
-    ADAM,
-    EVERYTHING,
-    OF_GROUP,
-    OF_OPTIMIZER,
-    OF_SCHEDULE,
-    Habit,
-    Loader,
-    Outcome,
-    Seen,
-    Thing,
-    broken,
-    incomplete,
-    refused,
-    rows_of,
-    unlisted,
-)
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, incomplete, refused, unlisted
+from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.torchtitan import TRAINER
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome

@@ -6,14 +6,7 @@ Source: transformers 5.23.0, ``trainer.py`` (``_load_from_checkpoint``, ``_load_
 
 from __future__ import annotations
 
-from mcore_rlhf.trainers.resuming import (
-    MOST_RANKS,
-    OF_OPTIMIZER,
-    Habit,
-    Loader,
-    Outcome,
-    Seen,
-    Thing,
+from mcore_rlhf.trainers.conditions import (
     asked,
     both,
     broken,
@@ -21,12 +14,12 @@ from mcore_rlhf.trainers.resuming import (
     incomplete_in,
     lacks,
     refused,
-    rows_of,
     stateless,
     uneven,
     ungrouped,
     without,
 )
+from mcore_rlhf.trainers.resuming import MOST_RANKS, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.transformers import TRAINER
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mcore_rlhf.trainers.conditions import both, broken, has, incomplete, stateless, uneven, ungrouped, without
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -17,15 +18,7 @@ from mcore_rlhf.trainers.resuming import (
     Outcome,
     Seen,
     Thing,
-    both,
-    broken,
-    has,
-    incomplete,
     rows_of,
-    stateless,
-    uneven,
-    ungrouped,
-    without,
 )
 from mcore_rlhf.trainers.verl import TRAINER
 

@@ -1,0 +1,264 @@
+"""What rows of loaders often ask of a step: which files there are, and which keys are in them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from .resuming import MOST_RANKS, Seen
+
+
+def lacks(*patterns: str) -> Callable[[Seen], object]:
+    """No file fits any of the patterns."""
+    return lambda seen: not seen.has(*patterns)
+
+
+def has(*patterns: str) -> Callable[[Seen], object]:
+    """A file fits a pattern."""
+    return lambda seen: seen.has(*patterns)
+
+
+def broken(*patterns: str) -> Callable[[Seen], object]:
+    """A file that fits cannot be read: ``{file}`` and ``{wrong}``."""
+
+    def when(seen: Seen) -> object:
+        found = next((name for name in seen.matching(*patterns) if name in seen.broken), None)
+        return found and {"file": found, "wrong": seen.broken[found]}
+
+    return when
+
+
+def without(pattern: str, *keys: str, inside: str = "") -> Callable[[Seen], object]:
+    """A file that fits can be read, and lacks a key: ``{file}`` and ``{key}``.
+
+    Args:
+        pattern: Of the file.
+        keys: Each a key, or several with ``|`` between them, of which one is enough.
+        inside: A key with a ``/`` behind it: only where something lies there, which the keys are looked for in.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            there = {key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)}
+            gone = [key for key in keys if there.isdisjoint(key.split("|"))]
+            if there and gone:
+                return {"file": name, "key": inside + gone[0].partition("|")[0]}
+        return None
+
+    return when
+
+
+def lacks_of(pattern: str, group: str, *lists: str) -> Callable[[Seen], object]:
+    """A file that fits lists names, in a list or in several, that are not in a group of keys beside it: ``{file}`` and ``{key}``."""
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            there = seen.keys(name)
+            listed = {
+                match[1]
+                for key in there
+                for one in lists
+                if (match := re.fullmatch(rf"{one}(?:/\d+)?/([^/]*[^/\d][^/]*)", key))
+            }
+            gone = sorted(one for one in listed if f"{group}/{one}" not in there)
+            if gone and group in there:
+                return {"file": name, "key": f"{group}/{gone[0]}"}
+        return None
+
+    return when
+
+
+def stateless(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            params, states = _numbered(seen.keys(name), inside)
+            if gone := params - states.keys():
+                return {"file": name, "count": f"{len(gone)} of {len(params)}"}
+        return None
+
+    return when
+
+
+def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """Some parameters' states in an optimizer that fits lack what others have, or Adam's one moment: ``{file}``, ``{key}``, ``{count}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            _, states = _numbered(seen.keys(name), inside)
+            counts = Counter(key for keys in states.values() for key in keys)
+            if "exp_avg_sq" in counts:
+                counts.setdefault("exp_avg", 0)
+            short = {
+                key: many
+                for key, many in counts.items()
+                if (len(states) <= 2 * many or key == "exp_avg") and many < len(states)
+            }
+            if short:
+                key = min(short)
+                return {"file": name, "key": key, "count": f"{len(states) - short[key]} of {len(states)}"}
+        return None
+
+    return when
+
+
+def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+    """A param group of an optimizer that fits lacks what its first step asks for, or a parameter that has a state: ``{file}``, ``{key}``.
+
+    Args:
+        pattern: Of its file.
+        inside: The key at which it lies there, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            keys = [key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)]
+            has_adam = any(key.endswith("/exp_avg_sq") for key in keys)
+            groups: dict[str, set[str]] = {}
+            for found in filter(None, map(_GROUP.fullmatch, keys)):
+                groups.setdefault(found[1], set()).add(found[2])
+            for number, there in sorted(groups.items()):
+                is_adam = has_adam and there & {"betas", "eps"}
+                if gone := sorted(({*_ASKED_FOR, *_OF_ADAM} if is_adam else _ASKED_FOR) - there):
+                    return {"file": name, "key": f"{inside}param_groups/{number}/{gone[0]}"}
+            listed = sum(1 for key in keys if _PARAM.fullmatch(key))
+            strange = [int(one[1]) for key in keys if (one := _STATE.fullmatch(key)) and int(one[1]) >= listed]
+            if strange and groups:
+                return {
+                    "file": name,
+                    "key": f"number of parameter {min(strange)}, which has a state, in {inside}param_groups",
+                }
+        return None
+
+    return when
+
+
+_GROUP, _PARAM, _STATE, _ADAMS = (
+    re.compile(pattern)
+    for pattern in (
+        r"param_groups/(\d+)/([^/]+)",
+        r"param_groups/(\d+)/params/(\d+)",
+        r"state/(\d+)/([^/]+)",
+        r"param_groups/(\d+)/betas",
+    )
+)
+_ASKED_FOR, _OF_ADAM = {"params", "lr"}, {"betas", "eps", "weight_decay"}
+
+
+def _numbered(everything: frozenset[str], inside: str) -> tuple[set[int], dict[int, set[str]]]:
+    """The parameters of a torch optimizer's Adam groups, as it numbers them, and the keys of each one's state."""
+    keys = [key.removeprefix(inside) for key in everything if key.startswith(inside)]
+    places = sorted((int(found[1]), int(found[2])) for key in keys if (found := _PARAM.fullmatch(key)))
+    adams = {int(found[1]) for key in keys if (found := _ADAMS.fullmatch(key))}
+    states: dict[int, set[str]] = {}
+    for found in filter(None, map(_STATE.fullmatch, keys)):
+        states.setdefault(int(found[1]), set()).add(found[2])
+    params = {number for number, (group, _) in enumerate(places) if group in adams}
+    return params, {number: found for number, found in states.items() if number in params}
+
+
+ADAM = ("step", "exp_avg", "exp_avg_sq")
+OF_GROUP = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)
+OF_SCHEDULE = ("base_lrs", "last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step")
+"""What torch's Adam keeps of a parameter and of a param group, and its schedules, in every release since 2.0.
+
+Source: torch 2.13.0, ``optim/adam.py``, ``optim/lr_scheduler.py`` (``LRScheduler``).
+"""
+
+
+def unlisted(file: str, before: str, *names: str) -> Callable[[Seen], object]:
+    """Of the names in a DCP folder that begin alike, one is not there that belongs to them, or that most such have: ``{file}``, ``{key}``.
+
+    Args:
+        file: The folder's ``.metadata``, in the model's folder or in the step's; a pattern.
+        before: A pattern of what they begin with, up to the last dot; each beginning that it finds is asked for all.
+        names: What belongs to them, where half of it is there: a schedule made of others has none of its own.
+    """
+    begins = re.compile(before)
+
+    def when(seen: Seen) -> object:
+        for name in sorted(one for one in {*seen.files, *seen.above} if fnmatchcase(one, file)):
+            found: dict[str, set[str]] = {}
+            for key in seen.keys(name):
+                if match := begins.match(key):
+                    found.setdefault(match[0], set()).add(key[match.end() :])
+            counts = Counter(rest for there in found.values() for rest in there)
+            usual = {rest for rest, many in counts.items() if 2 * many > len(found)} if len(found) > 1 else set()
+            for at, there in sorted(found.items()):
+                known = len(names) == 1 or 2 * len(there.intersection(names)) >= len(names)
+                asked_for = {*names} if known else set()
+                if gone := sorted((asked_for | usual) - there):
+                    return {"file": name, "key": at + gone[0]}
+        return None
+
+    return when
+
+
+def asked(*keys: str) -> Callable[[Seen], object]:
+    """The configuration says yes to a key: ``{key}``."""
+    return lambda seen: next(({"key": key} for key in keys if seen.settings.says(key)), None)
+
+
+def refused(*keys: str) -> Callable[[Seen], object]:
+    """The configuration says no to a key: ``{key}``."""
+    return lambda seen: next(({"key": key} for key in keys if seen.settings.denies(key)), None)
+
+
+def missing_ranks(pattern: str, least: Callable[[Seen], int] = lambda seen: seen.held.dp) -> Callable[[Seen], object]:
+    """Some rank that loads, or that saved, has no file of its own: ``{file}`` and ``{ranks}``."""
+
+    def when(seen: Seen) -> object:
+        there = seen.ranks(pattern)
+        count = seen.world if seen.world is not None else max([least(seen), *(rank + 1 for rank in there)])
+        gone = [rank for rank in range(min(count, MOST_RANKS)) if rank not in there]
+        return there and gone and {"file": pattern.format(rank=gone[0]), "ranks": f"{len(gone)} of {count}"}
+
+    return when
+
+
+def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:
+    """All of them are meant; the values are the last one's."""
+
+    def when(seen: Seen) -> object:
+        found: object = None
+        for condition in conditions:
+            found = condition(seen)
+            if not found:
+                return None
+        return found
+
+    return when
+
+
+def incomplete(seen: Seen) -> object:
+    """The reader misses a file, or a rank: ``{problem}``."""
+    return {"problem": seen.held.problem} if seen.held.incomplete else None
+
+
+def incomplete_in(*words: str) -> Callable[[Seen], object]:
+    """The reader misses a file in whose path one of the words is: ``{problem}``."""
+    return lambda seen: incomplete(seen) if any(word in seen.held.problem for word in words) else None
