@@ -69,9 +69,9 @@ class Tally:
             params = {opened.names[at].param: opened.numbers[at] for at in reversed(planned)}
         return sum(prod(opened.tensors.shapes[number]) for number in params.values()) <= self._numel
 
-    def casts(self) -> list[tuple[str, DType, DType]]:
-        """The conversions of the target's states, but for those of parameters whose masters are in the target as they are."""
-        return [cast for cast, params in self._casts.items() if cast[0] != PARAM or params - self._masters]
+    def casts(self) -> list[tuple[str, DType, DType, bool]]:
+        """The conversions of the target's states, and of each whether all of its parameters' masters are in the target as they are."""
+        return [(*cast, cast[0] == PARAM and params <= self._masters) for cast, params in self._casts.items()]
 
     def unplanned(self) -> dict[str, list[str]]:
         """By state the parameters of which no plan was made; every state is there."""

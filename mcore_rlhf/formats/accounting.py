@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from mcore_rlhf.core.account import Account, Report
 from mcore_rlhf.core.cast import is_exact
-from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
-from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Said
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, DType
+from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Rule, Said
 from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
@@ -102,6 +102,16 @@ def tensors_of(tally: Tally, said: Mapping[Item, Said], empty: Collection[str] =
     return found
 
 
+_BESIDE_MASTERS: Rule[tuple[set[DType], DType, DType]] = Rule(
+    Fate.DERIVED, "parameters: converted to {wanted} {made}",
+    lambda f: f[0] != {f[2]} and {  # otherwise they are what a run makes of its masters itself
+        "wanted": f[2], "of": [Item(Kind.TENSOR, PARAM)],
+        "made": "from their fp32 masters, which are kept" if f[1] == FLOAT32 else f"from {f[1]}, and rounded; their fp32 masters are kept",
+    },
+)  # fmt: skip
+"""Of the source's element types, the one that is read and the one that is written: what is rounded beside masters that are kept."""
+
+
 def _casts(opened: Source, tally: Tally, report: Report, left_out: Said | None) -> dict[Item, Said]:
     """What the conversions of element types make of the source's states: each is told in a line, and the verdict follows from it.
 
@@ -113,8 +123,11 @@ def _casts(opened: Source, tally: Tally, report: Report, left_out: Said | None) 
     """
     found: dict[Item, Said] = {}
     unplanned, own = tally.unplanned(), {spec.dtype for spec in opened.model.params if spec.trainable}
-    for state, source, wanted in tally.casts():
+    for state, source, wanted, kept in tally.casts():
         what, item = "parameters" if state == PARAM else state, Item(Kind.TENSOR, state)
+        if kept:
+            report.through([_BESIDE_MASTERS], (own, source, wanted))
+            continue
         rounded = Said(Fate.LOST, f"{what}: converted to {wanted}, and rounded")
         if is_exact(source, wanted):
             of_params = state == MASTER and source in own

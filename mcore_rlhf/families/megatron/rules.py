@@ -123,8 +123,6 @@ RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.NOTE, "fp32 master parameters: remainders of 16 bits, as the source stores them{0.needs}",
          lambda r: r.needs and r.keeps_remainders),
     Rule(Fate.NOTE, "fp32 master parameters: written whole{0.needs}", lambda r: r.needs and not r.keeps_remainders),
-    Rule(Fate.DERIVED, "parameters: converted to {0.choices.dtype} from their fp32 masters, which are kept",
-         lambda r: r.choices.dtype is not None and MASTER in r.source.states and r.choices.optimizer is not None),
     Rule(Fate.LOST, "rerun_state_machine: belongs to the ranks of the source; Megatron ignores it as well",
          lambda r: not r.same_world and any(key in shard.top for shard in r.family.shards for key in PER_RANK_KEYS),
          [OF_RANKS[key] for key in PER_RANK_KEYS]),

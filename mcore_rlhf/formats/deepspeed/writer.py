@@ -214,8 +214,6 @@ _RULES: tuple[Rule[TagLayout], ...] = (
     Rule(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters", lambda t: t.zero.optimizer and MASTER not in t.source.states),
     Rule(Fate.DERIVED, "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves",
          lambda t: t.zero.optimizer and t.zero.stage == 0 and not t.zero.half and MASTER in t.source.states, [Item(Kind.TENSOR, MASTER)]),
-    Rule(Fate.DERIVED, "parameters: converted to {0.zero.dtype} from their fp32 masters, which are kept",
-         lambda t: _rounds(t) and MASTER in t.source.states and t.zero.optimizer),
     Rule(Fate.DERIVED, FROM_ZERO3, lambda t: not _rounds(t) and t.source.optimizer == "zero3" and t.zero.stage < 3),
     Rule(Fate.NOTE, MOMENTUM + " of DeepSpeed's Muon: {kept}, for a run with {whose} offloaded optimizer, as ds_config says", _muon),
     Rule(Fate.DERIVED, NEVER_MADE, _never_made),
