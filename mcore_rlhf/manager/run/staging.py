@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -173,7 +174,7 @@ class Stream:
         Args:
             piece: At most so many bytes at a time; None for as many as there are in one place.
         """
-        still_read = []  # by a GPU: who lets it go lets others have its memory
+        still_read = []  # by a GPU: who lets it go lets others have its memory, so all are held until the streams have come to their ends
         try:
             while self._sources:
                 start, source = self._sources.popleft()
@@ -183,17 +184,25 @@ class Stream:
             with self._news:
                 self._queued = True
                 self._news.notify_all()
-            for stream in self._side.values():
-                stream.synchronize()
+            self._come_to_the_end()
             self.check()
         except BaseException as error:
             self._fail(error)
         finally:
+            with suppress(
+                RuntimeError
+            ):  # given up, or failed: what is queued still reads, and writes into memory that is used next
+                self._come_to_the_end()
+            still_read.clear()
             with self._news:
                 self._queued = True
                 self._sources.clear()
                 self._ended.set()
                 self._news.notify_all()
+
+    def _come_to_the_end(self) -> None:
+        for stream in self._side.values():
+            stream.synchronize()
 
     def _copy(self, start: int, whole: _Source, piece: int | None) -> None:
         source = whole.tensor

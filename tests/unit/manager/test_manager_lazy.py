@@ -368,3 +368,24 @@ def test_where_a_script_makes_its_tensors_elsewhere_host_memory_is_host_memory(t
     finally:
         torch.set_default_device(None)
     assert torch.equal(run.model[2].weight, kept)
+
+
+class _Side:
+    """Stands for a GPU's stream: what is queued there is done only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waited_for = 0
+
+    def synchronize(self) -> None:
+        self.waited_for += 1
+
+
+def test_a_copy_that_is_given_up_waits_for_what_is_queued_on_a_gpu() -> None:
+    """Its memory, there and here, is used next."""
+    side = _Side()
+    sides: Any = {torch.device("cpu"): side}
+    stream = Stream(torch.zeros(MIB, dtype=torch.uint8), [(0, torch.zeros(MIB, dtype=torch.uint8), "it")], sides)
+    stream.cancel()
+    stream.run()
+    assert stream.ended
+    assert side.waited_for
