@@ -21,6 +21,7 @@ from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage.paths import human
 
 from .commit import Stopped
+from .options import LOG
 
 WINDOW_BYTES = 1 << 20
 """One window is summed and written while it is in the cache."""
@@ -338,6 +339,7 @@ class HostStaging:
     """
 
     limit: int | None = None
+    _said: bool = False
     _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     _side: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
     _last: Stream | None = None
@@ -370,18 +372,18 @@ class HostStaging:
         if self._last is not None:
             self._last.cancel()
             self._last.join()
-        coming = [(file.folder, segment) for file in files for segment in file.live.segments]
-        later = {id(segment) for folder, segment in coming if waits(folder, segment)}
+        coming = [(file, segment) for file in files for segment in file.live.segments]
+        later = {id(segment) for file, segment in coming if waits(file.folder, segment)}
         at_once = [segment for _, segment in coming if later and id(segment) not in later]
-        streamed = [segment for _, segment in coming if not later or id(segment) in later]
+        streamed = [(file, segment) for file, segment in coming if not later or id(segment) in later]
         first = sum(_padded(segment.nbytes) for segment in at_once)
-        room = self._room(sum(_padded(segment.nbytes) for segment in streamed), first)
+        room = self._room(sum(_padded(segment.nbytes) for _, segment in streamed), first)
         self._make(first + room)
-        side = self._side_streams(segment.tensor for segment in streamed)
+        side = self._side_streams(segment.tensor for _, segment in streamed)
         held, sources, at = self._held(at_once), list[tuple[int, torch.Tensor, str]](), 0
         places: dict[int, int] = {}
-        for segment in streamed:
-            sources.append((at, as_bytes(segment.tensor), segment.label))
+        for file, segment in streamed:
+            sources.append((at, as_bytes(segment.tensor), f"{file.folder}/{file.live.path}, record {segment.label}"))
             places[id(segment)], at = at, at + _padded(segment.nbytes)
         self._last = stream = Stream(self._buffer[first : first + room], sources, side, changed)
 
@@ -414,7 +416,14 @@ class HostStaging:
         """How much of it a stream is given: whole pieces, where it is used again."""
         if self.limit is None or besides + needed <= self.limit:
             return needed
-        return max(2, (self.limit - besides) // _PIECE_BYTES) * _PIECE_BYTES
+        room = max(2, (self.limit - besides) // _PIECE_BYTES) * _PIECE_BYTES
+        if besides + room > self.limit and not self._said:
+            self._said = True
+            LOG.warning(
+                "max_host_memory: %s of this rank's part are not enough: %s that training changes are copied inside save(), and the rest "
+                "goes through %s; %s are used", human(self.limit), human(besides), human(room), human(besides + room),
+            )  # fmt: skip
+        return room
 
     def _make(self, needed: int) -> None:
         if needed > self.nbytes:

@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mcore_rlhf.engines.base import Segment
+from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.until_step import UntilStep
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run import staging, steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
-from mcore_rlhf.manager.run.staging import HostStaging, Stream
+from mcore_rlhf.manager.run.staging import HostStaging, StepFile, Stream
 from mcore_rlhf.manager.run.write import RankWriter
 from tests.helpers.latest import copied_at_the_latest
 
@@ -180,7 +180,7 @@ def test_memory_that_is_given_back_is_noticed(tmp_path: Path, again: bool) -> No
             storage.resize_(nbytes)
             del held
         manager.before_step()
-        with pytest.raises(StorageError, match=r"its memory was given back after save\(\)"):
+        with pytest.raises(StorageError, match=r"^actor/.*pt, record .*: its memory was given back after save\(\)"):
             manager.wait()
     assert [step.step for step in steps.committed(tmp_path)] == []
 
@@ -389,3 +389,16 @@ def test_a_copy_that_is_given_up_waits_for_what_is_queued_on_a_gpu() -> None:
     stream.run()
     assert stream.ended
     assert side.waited_for
+
+
+def test_a_limit_that_cannot_hold_is_said_to_be_passed(caplog: pytest.LogCaptureFixture) -> None:
+    """What training changes is copied inside save(), whatever the limit."""
+    moving, still = torch.zeros(16 * MIB, dtype=torch.uint8), torch.zeros(32 * MIB, dtype=torch.uint8)
+    held = [Segment("moving", 0, moving), Segment("still", 0, still)]
+    files = [StepFile("actor", LiveFile("state.pt", (0,), tuple(held)))]
+    for _ in range(2):
+        HostStaging(12 * MIB).staged(files, lambda folder, segment: segment.tensor is still)
+    said = [record.getMessage() for record in caplog.records if "max_host_memory" in record.getMessage()]
+    assert said
+    assert "16.8 MB that training changes" in said[0]
+    assert "25.2 MB are used" in said[0]
