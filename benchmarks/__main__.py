@@ -17,7 +17,7 @@ from .objects import row_17
 from .planning import row_12
 from .reading import row_9, row_11, row_13, row_16, row_22
 from .reshape import row_3, row_4, row_5, row_18
-from .saving import row_1, row_2, row_8, row_10, row_21, row_24, row_25, row_26
+from .saving import row_1, row_2, row_8, row_10, row_21, row_24, row_25, row_26, row_27
 from .scale import row_20
 from .table import RESULTS, Row, as_markdown, as_text
 from .universal import row_6
@@ -49,6 +49,7 @@ ROWS: dict[int, Measure] = {
     24: row_24,
     25: row_25,
     26: row_26,
+    27: row_27,
 }
 
 

@@ -1,4 +1,4 @@
-"""Rows 1, 2, 8, 10, 21 and 24 to 26: saving and loading a live model through the manager, beside torch's own ways."""
+"""Rows 1, 2, 8, 10, 21 and 24 to 27: saving and loading a live model through the manager, beside torch's own ways."""
 
 from __future__ import annotations
 
@@ -265,6 +265,47 @@ def row_26(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
     what = f"save + fsync through an eighth of the memory ÷ with all of it, {gigabytes:g} GB: wall"
     yield Row(26, what, ratio.median, "×", 1.5, 1.1, str(ratio))
     yield Row(26, "host memory of the copy ÷ bytes that are saved", held / live.nbytes, "×", 1 / 8)
+    shutil.rmtree(live.folder)
+
+
+def row_27(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
+    """A save beside a reference of the same size that nobody trains, written again or given a second name."""
+    live = _live(folder, gigabytes / 2, fsync=True)
+    frozen = TorchEngine(torch.nn.ParameterDict({name: param.detach().clone() for name, param in live.module.items()}))
+
+    @contextmanager
+    def manager(name: str, **given: Any) -> Iterator[CheckpointManager]:
+        options = ManagerOptions(fsync=True, catch_signals=False, **given)
+        roles = {"actor": TorchEngine(live.module), "reference": frozen}
+        with CheckpointManager(live.folder / name, roles, options=options) as made:
+            live.save(made, blocking=True)
+            yield made
+
+    def forget() -> None:
+        """All but the newest step, with which the next is compared."""
+        for name in ("again", "linked"):
+            for path in sorted((live.folder / name).glob("global_step_*"), key=lambda path: int(path.name[12:]))[:-1]:
+                shutil.rmtree(path)
+        with torch.no_grad():
+            for param in live.module.parameters():
+                param.add_(1)
+
+    written: list[int] = []
+
+    def save_linked(linked: CheckpointManager) -> None:
+        live.save(linked, blocking=True)
+        files = (path for path in (live.folder / "linked" / f"global_step_{live.step}").rglob("*") if path.is_file())
+        written.append(sum(path.stat().st_size for path in files if path.stat().st_nlink == 1))
+
+    with manager("again") as again, manager("linked", link_unchanged=True) as linked:
+        contest = Contest(
+            {"again": lambda: live.save(again, blocking=True), "linked": lambda: save_linked(linked)}, before=forget
+        ).run(rounds)
+    what = "bytes written ÷ bytes of the model that is trained, link_unchanged"
+    yield Row(27, what, max(written) / live.nbytes, "×", 1.05, 1.01)
+    ratio = contest.ratio("linked", "again", "wall")
+    what = f"save + fsync with link_unchanged ÷ without, {gigabytes:g} GB of which half is as it was: wall"
+    yield Row(27, what, ratio.median, "×", 1, 0.7, str(ratio))
     shutil.rmtree(live.folder)
 
 
