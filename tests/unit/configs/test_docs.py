@@ -205,6 +205,7 @@ def test_the_format_of_the_documentation_takes_options(flat: ModuleType, tmp_pat
     assert said in [text for _, text in half.report.lines]
     weights = convert(GOLDEN, tmp_path / "weights", ConvertOptions(to="flat", write=WriteOptions(no_optimizer=True)))
     assert weights.account.unaccounted == ()
+    assert "the optimizer: left out, as --no-optimizer asks" in weights.account.lost
     assert registry.open_checkpoint(tmp_path / "weights", ReadOptions()).states == ()
     state = json.loads((tmp_path / "half" / STATE).read_text())
     del state["groups"]
