@@ -190,38 +190,24 @@ def memory_layout(part: WrittenTensor, file: str, box: Box | None = None) -> Fil
     return FileLayout(Chunks.of([part.placed(record, box)]), [record], Raw([record]))
 
 
-@dataclass(frozen=True, slots=True)
-class Consolidation:
-    """How a state dict is written.
-
-    Args:
-        max_shard_size: Bytes per file; a tensor that is larger has a file of its own.
-        safe_serialization: safetensors instead of ``.bin``.
-        exclude_frozen: Leave frozen parameters out.
-        workers: Files written at the same time.
-        overwrite: Whether an existing checkpoint at the target may be replaced.
-        fsync: Whether everything is on the disk before it is published.
-        stubs: Further pickled classes that may become inert stubs.
-    """
-
-    max_shard_size: int = DEFAULT_SHARD
-    safe_serialization: bool = False
-    exclude_frozen: bool = False
-    workers: int = 2
-    overwrite: bool = False
-    fsync: bool = True
-    stubs: tuple[str, ...] = ()
-
-
 def consolidate(
-    path: Path, target: Path, options: Consolidation, tag: str | None = None, progress: Progress | None = None
+    path: Path,
+    target: Path,
+    options: ConvertOptions,
+    *,
+    safetensors: bool = False,
+    frozen: bool = True,
+    tag: str | None = None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Write the fp32 weights of a checkpoint as files, and publish them at once.
 
     Args:
         path: A root, or a tag's folder.
         target: The folder to write; must not exist.
-        options: How.
+        options: How: workers, overwriting, syncing, stubs, and the largest size of a file.
+        safetensors: Whether the files are safetensors, and not ``.bin``.
+        frozen: Whether frozen parameters come along.
         tag: Which checkpoint of a root; None for that in ``latest``.
         progress: Hears how far it is.
 
@@ -231,20 +217,19 @@ def consolidate(
     Raises:
         CheckpointError: Something is wrong; nothing was published.
     """
-    source = open_tag(path, tag, options.stubs)
+    source = open_tag(path, tag, options.read.stubs)
     for folder in {file.path.partition("/")[0] for file in source.files}:
         refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
     publication = LocalPublication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
-        wanted = fp32_state_dict(source, options.exclude_frozen)
-        safe = options.safe_serialization
-        ending = SAFETENSORS if safe else BIN
-        shards = shards_of(wanted.tensors, MODEL_STEM[ending], options.max_shard_size, ending, copies=safe)
+        wanted = fp32_state_dict(source, not frozen)
+        ending = SAFETENSORS if safetensors else BIN
+        largest = DEFAULT_SHARD if options.write.max_shard_size is None else options.write.max_shard_size
+        shards = shards_of(wanted.tensors, MODEL_STEM[ending], largest, ending, copies=safetensors)
         publication.check_space(sum(shard.nbytes for shard in shards))
-        how = ConvertOptions(workers=options.workers, fsync=options.fsync)
-        files = tuple(_target(shard, safe) for shard in shards)
+        files = tuple(_target(shard, safetensors) for shard in shards)
         texts = index_of(shards, MODEL_STEM[ending], ending)
-        written = copy_into(wanted, files, publication, how, texts, progress)
+        written = copy_into(wanted, files, publication, options, texts, progress)
         part = {"role": source.role, "format": "fp32", "parallel": str(source.parallel)}
         publication.commit(Manifest(written, step=source.state.iteration, parts=(part,), provenance=provenance()))
     return [*(file.path for file in files), *texts]

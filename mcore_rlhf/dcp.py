@@ -52,7 +52,7 @@ from mcore_rlhf.formats.dcp.writer import keyed
 from mcore_rlhf.formats.hf.files import WrittenTensor
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.in_memory import Bytes, Memory
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file, provenance
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, entry_of, provenance
 from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
@@ -347,7 +347,7 @@ class Writer(FileSystemWriter):
                     f"{len(results)} of {len(plan.items)} items were written; this rank's output says why a thread ended"
                 )
             files = sorted(path for path in folder.iterdir() if path.name.startswith(place.prefix))
-            share = _Share({path.name: _entry(path) for path in files})
+            share = _Share({path.name: entry_of(path) for path in files})
         except Exception as error:
             LOG.exception("%s: not saved", self._target)
             share = _Share(failed=f"{type(error).__name__}: {headline(str(error))}")
@@ -388,7 +388,7 @@ class Writer(FileSystemWriter):
             super().finish(metadata, [rank[:-1] for rank in results])
             files = {name: entry for share in shares for name, entry in share.files.items()}
             _check_lengths(self.path, files)
-            files[_METADATA] = _entry(self.path / _METADATA)
+            files[_METADATA] = entry_of(self.path / _METADATA)
             publication.commit(Manifest(files, provenance=provenance(ranks=len(results))))
         finally:
             self._end()
@@ -421,11 +421,6 @@ def _settle(publication: LocalPublication, process: int) -> None:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(local_path(path)))
-
-
-def _entry(path: Path) -> FileEntry:
-    """As it is read back: what is in the manifest is what the disk has."""
-    return FileEntry(path.stat().st_size, crc_of_file(path))
 
 
 def _check_lengths(folder: Path, files: Mapping[str, FileEntry]) -> None:

@@ -45,7 +45,8 @@ from .dcp import FORMAT as DCP
 from .deepspeed import FORMAT as DEEPSPEED
 from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
-from .hf_trainer import HfAccelerateFormat, HfTrainerFormat
+from .hf_trainer import HfRunFormat
+from .hf_trainer.files import ACCELERATE, TRANSFORMERS
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT
@@ -53,7 +54,7 @@ from .torch_file import FORMAT as TORCH
 from .universal import FORMAT as UNIVERSAL
 
 _WEIGHTS = (HF, PEFT, APART)
-HF_TRAINER, HF_ACCELERATE = HfTrainerFormat(_WEIGHTS), HfAccelerateFormat(_WEIGHTS)
+HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS)
 FORMATS: tuple[Format, ...] = (
     MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,
 )  # fmt: skip

@@ -16,7 +16,7 @@ one and asks it at once for the newest step; ``grpo_train`` has it finalize step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 
-from .seam import Seam
+from .seam import OURS, Seam, kept_with
 
 SEAM = Seam(
     "nemo-rl",
@@ -36,7 +36,6 @@ SEAM = Seam(
         "shutdown": (),
     },
 )
-_OURS = "_mcore_rlhf"
 
 
 def use(options: StepOptions | None = None) -> None:
@@ -65,17 +64,14 @@ def attach(manager_class: Any, options: StepOptions | None = None) -> None:
     Raises:
         Unsupported: It has not what we stand around; what differs is named.
     """
-    if hasattr(manager_class, _OURS):
-        setattr(manager_class, _OURS, options)
-        return
-    SEAM.check(manager_class)
+    SEAM.attach(manager_class, options, _around)
+
+
+def _around(manager_class: Any) -> dict[str, Callable[..., Any]]:
     shut_down = manager_class.shutdown
 
     def commits(manager: Any) -> _Commits:
-        if not isinstance(vars(manager).get(_OURS), _Commits):
-            setattr(manager, _OURS, _Commits(Path(manager.checkpoint_dir), getattr(manager_class, _OURS)))
-        found: _Commits = getattr(manager, _OURS)
-        return found
+        return kept_with(manager, lambda options: _Commits(Path(manager.checkpoint_dir), options))
 
     def rename(self: Any, checkpoint_path: Any) -> None:
         aside = Path(checkpoint_path)
@@ -87,13 +83,10 @@ def attach(manager_class: Any, options: StepOptions | None = None) -> None:
 
     def shutdown(self: Any) -> None:
         shut_down(self)
-        if isinstance(found := vars(self).pop(_OURS, None), _Commits):
+        if (found := vars(self).pop(OURS, None)) is not None:
             found.steps.close()
 
-    setattr(manager_class, _OURS, options)
-    manager_class._rename_checkpoint = rename
-    manager_class.get_latest_checkpoint_path = latest
-    manager_class.shutdown = shutdown
+    return {"_rename_checkpoint": rename, "get_latest_checkpoint_path": latest, "shutdown": shutdown}
 
 
 class _Commits:

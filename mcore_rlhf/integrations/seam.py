@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rlhf.errors import Problems, Unsupported, log_of
 
 LOG = log_of("mcore_rlhf.integrations")
+T = TypeVar("T")
+OURS = "_mcore_rlhf"
+"""The attribute of a class that is changed, and of its objects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,23 @@ class Seam:
         if self.installed != self.tried:
             LOG.info("%s %s: the seam is as in %s, with which this was run", self.package, self.installed, self.tried)
 
+    def attach(self, owner: Any, options: object, around: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> None:
+        """Have a trainer's class call what stands around its methods; a second time it is given other options only.
+
+        Args:
+            owner: The class, which is changed.
+            options: What :func:`kept_with` makes what it keeps of.
+            around: What stands around the class' own methods, by name.
+
+        Raises:
+            Unsupported: See :meth:`check`.
+        """
+        if not hasattr(owner, OURS):
+            self.check(owner)
+            for name, method in around(owner).items():
+                setattr(owner, name, method)
+        setattr(owner, OURS, options)
+
     @property
     def _advice(self) -> str:
         return (
@@ -70,6 +90,19 @@ def _difference(found: Callable[..., object], expected: tuple[str, ...]) -> str:
     more = [one for one in parameters if one.name not in expected]
     fits = all(one.default is not Parameter.empty or one.kind in _REST for one in more)
     return "" if names[: len(expected)] == expected and fits else f"({', '.join(names)})"
+
+
+def kept_with(trainer: Any, make: Callable[[Any], T]) -> T:
+    """What we keep with a trainer.
+
+    Args:
+        trainer: An object of a class that :meth:`Seam.attach` has changed.
+        make: Makes it of the options, when it is asked for first.
+    """
+    if OURS not in vars(trainer):
+        setattr(trainer, OURS, make(getattr(type(trainer), OURS)))
+    found: T = vars(trainer)[OURS]
+    return found
 
 
 @contextmanager

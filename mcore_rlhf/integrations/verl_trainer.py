@@ -18,6 +18,7 @@ Source: verl 0.9.1, ``trainer/ppo/ray_trainer.py`` (``RayPPOTrainer``) and ``tra
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -27,13 +28,12 @@ from mcore_rlhf.errors import Problems, Unsupported
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 
-from .seam import Seam, temporarily
+from .seam import Seam, kept_with, temporarily
 
 SEAM = Seam("verl", "0.9.1", {"_save_checkpoint": (), "_load_checkpoint": ()})
 VARIABLE = "MCORE_RLHF_VERL"
 TRACKERS = ("latest_checkpointed_iteration.txt",)
 _TRAINERS = (("verl.trainer.ppo.ray_trainer", "RayPPOTrainer"), ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer"))
-_OURS = "_mcore_rlhf"
 
 
 def use(options: StepOptions | None = None) -> None:
@@ -66,10 +66,10 @@ def attach(trainer_class: Any, options: StepOptions | None = None) -> None:
     Raises:
         Unsupported: It has not what we stand around; what differs is named.
     """
-    if hasattr(trainer_class, _OURS):
-        setattr(trainer_class, _OURS, options)
-        return
-    SEAM.check(trainer_class)
+    SEAM.attach(trainer_class, options, _around)
+
+
+def _around(trainer_class: Any) -> dict[str, Callable[..., Any]]:
     own_save, own_load = trainer_class._save_checkpoint, trainer_class._load_checkpoint
 
     def save(self: Any) -> None:
@@ -91,18 +91,17 @@ def attach(trainer_class: Any, options: StepOptions | None = None) -> None:
         with temporarily(settings, {"resume_mode": "resume_path", "resume_from_path": str(found)}):
             return own_load(self)
 
-    setattr(trainer_class, _OURS, options)
-    trainer_class._save_checkpoint, trainer_class._load_checkpoint = save, load
+    return {"_save_checkpoint": save, "_load_checkpoint": load}
 
 
 def _steps_of(trainer: Any) -> TrainerSteps:
-    found = vars(trainer).get(_OURS)
-    if not isinstance(found, TrainerSteps):
-        settings = trainer.config.trainer
+    settings = trainer.config.trainer
+
+    def steps(options: StepOptions | None) -> TrainerSteps:
         _refuse(trainer.config)
-        found = TrainerSteps(settings.default_local_dir, "verl", _kept(settings, getattr(type(trainer), _OURS)))
-        setattr(trainer, _OURS, found)
-    return found
+        return TrainerSteps(settings.default_local_dir, "verl", _kept(settings, options))
+
+    return kept_with(trainer, steps)
 
 
 def _kept(settings: Any, given: StepOptions | None) -> StepOptions:

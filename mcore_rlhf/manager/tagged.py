@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,7 @@ from mcore_rlhf.storage.paths import canonical, local_path
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.transactions import recover_in
 
-from .run.together import Together, Write
+from .run.together import Together, Write, damage_of_share
 from .run.world import World
 
 LOG = log_of("mcore_rlhf.manager")
@@ -208,10 +208,7 @@ class Tags:
     def _mine(self, folder: Path) -> list[Problem]:
         """What is wrong with this rank's share."""
         enclose(folder)
-        manifest = Manifest.read(folder / MANIFEST_NAME)
-        names = sorted(manifest.files)[self.world.rank :: self.world.size]
-        share = replace(manifest, files={name: manifest.files[name] for name in names})
-        return check(folder, share, sizes_only=self.options.check == "sizes").found
+        return damage_of_share(self.world, folder / MANIFEST_NAME, self.options.check == "sizes")
 
     def _advice(self, folder: Path) -> str:
         return (

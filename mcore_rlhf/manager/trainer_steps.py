@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import Beneath, make_folder, move, write_over
 from mcore_rlhf.storage.links import enclose
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import local_path
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.transactions import new_transaction
@@ -32,7 +32,7 @@ from .run.events import EVENTS_NAME, EventLog
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
 from .run.root import RootLock, open_root
-from .run.together import Together, Write
+from .run.together import Together, Write, damage_of_share
 from .run.world import World
 from .trainer_root import TrainerRoot
 
@@ -155,10 +155,7 @@ class TrainerSteps:
         problems = Problems()
         if (folder / self.root.manifest).is_file():
             try:
-                manifest = Manifest.read(folder / self.root.manifest)
-                names = sorted(manifest.files)[self.world.rank :: self.world.size]
-                share = replace(manifest, files={name: manifest.files[name] for name in names})
-                problems.extend(check(folder, share, sizes_only=self.options.check == "sizes").found)
+                problems.extend(damage_of_share(self.world, folder / self.root.manifest, self.options.check == "sizes"))
             except CheckpointError as error:
                 problems.add_error(error)
         everything = Problems()

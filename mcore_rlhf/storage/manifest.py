@@ -311,6 +311,16 @@ def _check_file(root: ReadablePath, name: str, entry: FileEntry, sizes_only: boo
             raise Corrupt(f"{path}: is damaged: CRC-32 {found:08x}, the manifest says {entry.crc32:08x}")
 
 
+def entry_of(path: ReadablePath) -> FileEntry:
+    """Length and checksum of a file as it is read back: what is in the manifest is what the disk has.
+
+    Raises:
+        OSError: There is no such file.
+        StorageError: It cannot be read.
+    """
+    return FileEntry(path.stat().st_size, crc_of_file(path))
+
+
 def crc_of_file(path: ReadablePath, progress: Callable[[int], None] = lambda nbytes: None) -> int:
     """CRC-32 of a whole file, in pieces of 1 MiB.
 

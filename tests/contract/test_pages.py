@@ -17,8 +17,8 @@ from tests.helpers.pages import FENCE, PAGES, PROJECT, Command, Page, make_clone
 # Those that start torchrun, wait, or convert the most.
 SLOW = {
     "README.md", "docs/how-to/check-resume-in-ci.md", "docs/how-to/commit-your-trainers-checkpoints.md",
-    "docs/how-to/export-to-hugging-face.md", "docs/how-to/fsdp-runs.md",
-    "docs/how-to/move-between-fsdp-and-megatron.md",
+    "docs/how-to/export-to-hugging-face.md", "docs/how-to/for-transformers-users.md", "docs/how-to/fsdp-runs.md",
+    "docs/how-to/move-between-fsdp-and-megatron.md", "docs/reference/formats-torch.md",
 }  # fmt: skip
 MISTAKES = PROJECT / "docs" / "reference" / "errors.md"  # made by a test of its own: its commands are wrong on purpose
 _GOLDENS = PROJECT / "tests" / "goldens"

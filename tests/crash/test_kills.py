@@ -85,11 +85,11 @@ def own_pool() -> WorkerPool:
 
 def test_two_ranks(own_pool: WorkerPool, tmp_path: Path, rng: random.Random) -> None:
     with own_pool as pool:
-        history(pool, tmp_path, 2, 5, rng)
+        history(pool, tmp_path, 2, 3, rng)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_more_ranks(own_pool: WorkerPool, tmp_path: Path, rng: random.Random, size: int) -> None:
     own_pool.size = size
     with own_pool as pool:

@@ -7,22 +7,27 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
+from mcore_rlhf.cli import converting, job, watching
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import verify
-from tests.crash.test_watch import STEPS, watching
+from tests.crash.test_watch import STEPS, command
 from tests.crash.test_watch import root as root  # a fixture
 from tests.helpers.object_store import S3, url
 
 
-def events(process: subprocess.Popen[str]) -> list[str]:
-    said, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+def events(said: str) -> list[str]:
     return [f"{event['kind']} {event['step']}" for event in map(json.loads, said.splitlines())]
 
 
@@ -35,50 +40,64 @@ def results(key: str) -> list[int]:
     return [step.step for step in found]
 
 
-def test_each_step_is_published_and_retired(root: Path, s3: S3, tmp_path: Path) -> None:
+def ended(root: Path, key: str, *more: str) -> list[str]:
+    """A watcher that looks once, in processes as a user starts it; what it said."""
+    done = subprocess.run(
+        [*command(root, url(key)), "--once", *more], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return events(done.stdout)
+
+
+@pytest.fixture
+def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """A watcher that looks once, and converts, in this process: what only starting others would show is shown beside it."""
+
+    def convert(given: dict[str, Any], config: Path | None) -> None:
+        with redirect_stdout(StringIO()):
+            converting.run(job.make_job(given, config), True)
+
+    monkeypatch.setattr(watching, "_in_a_child", convert)
+    return lambda out, *more: CliRunner().invoke(app, [*command(root, out)[3:], "--once", *more])
+
+
+def test_each_step_is_published_and_retired(here: Callable[..., Result], s3: S3, tmp_path: Path) -> None:
     said = tmp_path / "said"
-    command = f"sh -c 'echo \"$0\" >> {said}' {{path}}"
-    assert events(watching(root, url("evals"), "--once", "--run", command)) == [
+    run = ("--run", f"sh -c 'echo \"$0\" >> {said}' {{path}}")
+    assert events(here(url("evals"), *run).stdout) == [
         f"{kind} {step}" for step in reversed(STEPS) for kind in ("converted", "ran")
     ]
     assert results("evals") == list(STEPS)
     assert said.read_text().splitlines() == [url(f"evals/global_step_{step}") for step in reversed(STEPS)]
-    assert events(watching(root, url("evals"), "--once", "--run", command)) == [], "once on each"
+    assert events(here(url("evals"), *run).stdout) == [], "once on each"
 
 
-def test_rules_and_what_no_watcher_made(root: Path, s3: S3) -> None:
-    assert events(watching(root, url("kept"), "--once", "--keep-last", "1")) == [
-        "skipped 1",
-        "skipped 2",
-        "converted 3",
-    ]
+def test_rules_and_what_no_watcher_made(root: Path, here: Callable[..., Result], s3: S3) -> None:
+    assert ended(root, "kept", "--keep-last", "1") == ["skipped 1", "skipped 2", "converted 3"]
     assert results("kept") == [3]
-    assert events(watching(root, url("kept"), "--once", "--keep-last", "2")) == ["skipped 1", "converted 2"]
+    assert events(here(url("kept"), "--keep-last", "2").stdout) == ["skipped 1", "converted 2"]
     store = checkpoint_path(url("kept")).store  # type: ignore[union-attr]
     store.remove([f"kept/.watch/step-{step}.json" for step in (2, 3)])
-    process = watching(root, url("kept"), "--once")
-    said, _ = process.communicate(timeout=120)
-    found = {(event["kind"], event["step"]) for event in map(json.loads, said.splitlines())}
-    assert found == {("failed", 3), ("failed", 2), ("converted", 1)}
-    assert "no watcher made it" in said
+    done = here(url("kept"))
+    assert set(events(done.stdout)) == {"failed 3", "failed 2", "converted 1"}
+    assert "no watcher made it" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_is_killed_at_random(root: Path, s3: S3, rng: random.Random) -> None:
     for _ in range(3):
-        process = watching(root, url("killed"))
-        time.sleep(rng.uniform(0.5, 5))
+        process = subprocess.Popen(command(root, url("killed")), stdout=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.3, 3))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=10)
         results("killed")
-    assert "failed" not in "".join(events(watching(root, url("killed"), "--once")))
+    assert "failed" not in "".join(ended(root, "killed"))
     assert results("killed") == list(STEPS)
 
 
 @pytest.mark.parametrize("target", ["https://host/evals", "hf://models/a"])
-def test_what_cannot_be_written_is_refused(root: Path, target: str) -> None:
-    process = watching(root, target, "--once")  # type: ignore[arg-type]
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "Traceback" not in errors
+def test_what_cannot_be_written_is_refused(here: Callable[..., Result], target: str) -> None:
+    refused = here(target)
+    assert refused.exit_code == 2
+    assert isinstance(refused.exception, SystemExit)

@@ -49,6 +49,8 @@ def commands(folder: Path) -> Iterator[list[str]]:
         cast = [] if target == "universal" else ["--dtype", "fp16"]
         yield ["convert", words[0], str(folder / f"{name}-{target}"), *words[1:], "--no-fsync", *cast]
     yield ["will-resume", str(GOLDENS / "transformers" / "checkpoint-2"), "--trainer", "transformers"]
+    run = str(GOLDENS / "trainers/rl_fsdp2/grpo/checkpoints")
+    yield ["watch", run, "--to", "dcp", "--into", str(folder / "watched"), "--once"]
     for golden in WRITTEN_BY_OTHERS:
         yield ["inspect", str(GOLDENS / golden), "--tensors"]
         yield ["verify", "--deep", str(GOLDENS / golden)]

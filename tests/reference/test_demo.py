@@ -79,6 +79,7 @@ def test_a_wrong_weight_is_seen_by_what_the_model_says_on_another_layout(
     assert not replace(row, equal=row.tensors).passed
 
 
+@pytest.mark.slow
 def test_other_roundings_are_no_other_model(tmp_path: Path) -> None:
     """As on a processor that computes in bf16 in a way of its own, such as Intel's AMX."""
     with WorkerPool(command.WORLD, preload="tests.reference.rounding_preload") as pool:

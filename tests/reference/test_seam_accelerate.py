@@ -141,7 +141,7 @@ def test_a_script_that_stays_as_it_is(tmp_path: Path) -> None:
             accelerator.load_state(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_ranks(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.reference.accelerate_ranks", how, str(tmp_path)]

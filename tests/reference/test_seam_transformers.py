@@ -67,7 +67,7 @@ def kills(folder: Path, seed: int, most: int) -> None:
 
 
 def test_killed_at_some_moments_and_gone_on_with(tmp_path: Path, seed: int) -> None:
-    kills(tmp_path, seed, 4)
+    kills(tmp_path, seed, 2)
 
 
 @pytest.mark.slow

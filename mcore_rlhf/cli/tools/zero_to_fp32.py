@@ -18,8 +18,9 @@ from pathlib import Path
 
 from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
-from mcore_rlhf.consolidate import Consolidation, consolidate
+from mcore_rlhf.consolidate import consolidate
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.storage.paths import parse_size
 
 
@@ -55,17 +56,18 @@ def run(args: argparse.Namespace) -> None:
         largest = parse_size(args.max_shard_size)
     except ValueError as error:
         raise UsageError(f"--max_shard_size: {error}") from None
-    options = Consolidation(
-        largest,
-        args.safe_serialization,
-        args.exclude_frozen_parameters,
-        max(1, args.workers),
-        args.overwrite,
-        stubs=tuple(args.stub),
+    options = ConvertOptions(
+        read=ReadOptions(stubs=tuple(args.stub)),
+        write=WriteOptions(max_shard_size=largest),
+        workers=max(1, args.workers),
+        overwrite=args.overwrite,
     )
+    safetensors, frozen = args.safe_serialization, not args.exclude_frozen_parameters
 
     def write() -> None:
-        for name in consolidate(args.checkpoint_dir, args.output_dir, options, args.tag):
+        for name in consolidate(
+            args.checkpoint_dir, args.output_dir, options, safetensors=safetensors, frozen=frozen, tag=args.tag
+        ):
             say(f"written: {args.output_dir / name}")
 
     once_in_a_job(args, [args.output_dir], [args.checkpoint_dir], write)

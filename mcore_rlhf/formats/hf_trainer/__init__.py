@@ -17,23 +17,27 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .files import ACCELERATE, TRANSFORMERS, RunFiles
+from .files import RunFiles
 
 
 class HfRunFormat(Format):
-    """What the two have in common.
+    """One of the two: weights, and beside them the optimizer, schedule, counters and random states.
 
     Args:
-        weights: The formats that their weights may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
+        files: What those are called.
+        weights: The formats that the weights may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
     """
 
-    files: RunFiles
     holds_adapters = True
     takes = (Takes.MODEL_FOLDER, Takes.RNG, Takes.DATA_PARALLEL, Takes.LIKE)
     model_folder = own_sidecar = True
 
-    def __init__(self, weights: Sequence[Format]) -> None:
-        self.weights = tuple(weights)
+    def __init__(self, files: RunFiles, weights: Sequence[Format]) -> None:
+        self.name, self.files, self.weights = files.format, files, tuple(weights)
+
+    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
+        """How the trainer, or accelerate, is told to go on from it."""
+        return self.files.told.format(path=path)
 
     def _weights_at(self, path: ReadablePath) -> Format:
         """The format of a folder's weights; the first where there are none, which says so."""
@@ -56,25 +60,3 @@ class HfRunFormat(Format):
         from .writer import run_target
 
         return run_target(source, options, self.files, self.weights)
-
-
-class HfTrainerFormat(HfRunFormat):
-    """A ``checkpoint-N`` of transformers' ``Trainer``, or TRL's: weights, ``optimizer.pt``, ``trainer_state.json``."""
-
-    files = TRANSFORMERS
-    name = TRANSFORMERS.format
-
-    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
-        """How the trainer is told to go on from it."""
-        return f'trainer.train(resume_from_checkpoint="{path}")'
-
-
-class HfAccelerateFormat(HfRunFormat):
-    """A folder of accelerate's ``save_state``: weights, ``optimizer.bin``, ``random_states_0.pkl``."""
-
-    files = ACCELERATE
-    name = ACCELERATE.format
-
-    def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
-        """How accelerate is told to load it."""
-        return f'accelerator.load_state("{path}")'

@@ -31,6 +31,7 @@ class RunFiles:
 
     Args:
         format: What the command line calls it.
+        told: How whoever wrote it is told to load it, with ``{path}``.
         optimizer, scheduler: torch's state dicts.
         counters: JSON; empty where there is none.
         alone: The random states of a run of one process.
@@ -40,6 +41,7 @@ class RunFiles:
     """
 
     format: str
+    told: str
     optimizer: str
     scheduler: str
     counters: str
@@ -72,12 +74,14 @@ class RunFiles:
         return [self.alone] if (folder / self.alone).is_file() else []
 
 
-TRANSFORMERS = RunFiles(
-    "hf-trainer", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
+TRANSFORMERS: RunFiles = RunFiles(
+    "hf-trainer", 'trainer.train(resume_from_checkpoint="{path}")',
+    "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
     {"random": "python", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"},
 )  # fmt: skip
-ACCELERATE = RunFiles(
-    "hf-accelerate", "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
+ACCELERATE: RunFiles = RunFiles(
+    "hf-accelerate", 'accelerator.load_state("{path}")',
+    "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
     {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
 )  # fmt: skip
 

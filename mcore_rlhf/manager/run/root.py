@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.storage import reading
@@ -23,7 +23,9 @@ from mcore_rlhf.storage.patience import patiently
 from mcore_rlhf.storage.transactions import new_transaction
 
 from .commit import WORD
-from .world import World
+
+if TYPE_CHECKING:  # who watches a root takes it without ranks, and without torch
+    from .world import World
 
 LOCK = ".mcore_rlhf.lock"
 _PROBE = ".probe-"

@@ -5,14 +5,14 @@ A trainer's own code does the writing, and says nothing of what it wrote: whatev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_rlhf.errors import Incomplete
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
+from mcore_rlhf.errors import Incomplete, Problem
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, entry_of
 from mcore_rlhf.storage.paths import refused, walk
 from mcore_rlhf.storage.publish import LocalPublication
 
@@ -69,7 +69,7 @@ class Together:
             world.on_all_ranks(f"writing {target}", partial(self._on_rank_0, partial(self.arrange, staging)))
             listing = partial(self._on_rank_0, partial(_names, staging))
             names = world.broadcast(world.on_all_ranks(f"checking {target}", listing)) or []
-            mine = names[world.rank :: world.size]
+            mine = world.share(names)
             entries = world.all_gather(world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine)))
             files = {name: one for some in entries for name, one in some.items()}
             world.on_all_ranks(f"publishing {target}", partial(self._commit, publication, files))
@@ -99,9 +99,24 @@ def _names(staging: Path) -> list[str]:
     return found
 
 
-def _entries(staging: Path, names: list[str]) -> dict[str, FileEntry]:
-    """Lengths and checksums, as the files are read back: what is in the manifest is what the disk has."""
-    return {name: FileEntry((staging / name).stat().st_size, crc_of_file(staging / name)) for name in names}
+def _entries(staging: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    return {name: entry_of(staging / name) for name in names}
 
 
-__all__ = ["Together", "Write"]
+def damage_of_share(world: World, manifest: Path, sizes_only: bool) -> list[Problem]:
+    """What is wrong with the files of a committed folder that this rank looks at; all ranks together look at all of them.
+
+    Args:
+        world: Who looks.
+        manifest: The folder's, which lies in it.
+        sizes_only: See :func:`~mcore_rlhf.storage.manifest.check`.
+
+    Raises:
+        CheckpointError: The manifest cannot be read.
+    """
+    said = Manifest.read(manifest)
+    files = {name: said.files[name] for name in world.share(sorted(said.files))}
+    return check(manifest.parent, replace(said, files=files), sizes_only=sizes_only).found
+
+
+__all__ = ["Together", "Write", "damage_of_share"]

@@ -151,6 +151,10 @@ class World:
             with self._explaining():
                 self.meeting.renew()
 
+    def share(self, names: Sequence[T]) -> Sequence[T]:
+        """Those of which this rank takes care, where each rank does a part."""
+        return names[self.rank :: self.size]
+
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""
         if self.meeting is None:
