@@ -46,7 +46,9 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
     casts = _casts(opened, tally, target.report, Said(Fate.LOST, LEFT_OUT) if without_optimizer else None)
     final = dict(target.report.said)
     if without_optimizer:
-        own = opened.carried is None or not opened.carried.of_model  # of a model's folder nobody knows whether it has one
+        own = (
+            opened.carried is None or not opened.carried.of_model
+        )  # of a model's folder nobody knows whether it has one
         if own and final.keys().isdisjoint(OF_OPTIMIZER):
             target.report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
         final = {**{item: Said(Fate.LOST, LEFT_OUT) for item in OF_OPTIMIZER}, **final}
