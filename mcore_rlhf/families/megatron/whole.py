@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Item
+from mcore_rlhf.core.facts import Fate, Item, Rule
 from mcore_rlhf.errors import Incomplete, Unsupported
-from mcore_rlhf.families.inventory import WAITING, state_items
+from mcore_rlhf.families.inventory import WAITING, inventory_of, state_items
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import Source, StoredFile
@@ -100,3 +100,10 @@ def whole_sidecar(source: Source) -> tuple[Sidecar, dict[Item, object]]:
     state = source.state if family is None else replace(source.state, args=dict(family.args.values))
     waiting: dict[Item, object] = {WAITING: source.origin} if source.origin else {}
     return Sidecar(state=state, origin=source.origin), {**dict(state_items(state)), **waiting}
+
+
+OF_RANKS: Rule[Source] = Rule(
+    Fate.LOST, "what is of single ranks: files of whole tensors have no place for it",
+    lambda source: {"of": inventory_of(source).keys() - whole_sidecar(source)[1].keys()},
+)  # fmt: skip
+"""What becomes of what :func:`whole_sidecar` does not hold."""
