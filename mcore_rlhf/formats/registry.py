@@ -209,18 +209,27 @@ def _believable(source: Source) -> Source:
 
 
 def _halves(source: Source) -> list[tuple[str, str]]:
-    """Parameters with one of Adam's two moments, each with the other one's name.
+    """Parameters with one of Adam's two moments where others of their param group have both, each with the other one's name.
 
-    Where no parameter has a second moment it was no Adam: Lion keeps one. Adafactor keeps a second moment alone of vectors, and
-    factors of it of matrices.
+    Where none of a group has a second moment it was no Adam: Lion keeps one, also beside groups that Adam trains, as Megatron has it
+    do, whose groups do not list their parameters. Adafactor keeps a second moment alone of vectors, and factors of it of matrices.
     """
     if EXP_AVG_SQ not in source.states or _FACTORED in source.states:
         return []
     first, second = ({name.param for name in source.catalog if name.state == state} for state in (EXP_AVG, EXP_AVG_SQ))
-    return sorted([(param, EXP_AVG) for param in second - first] + [(param, EXP_AVG_SQ) for param in first - second])
+    if first == second:
+        return []
+    group = {param: number for number, of in enumerate(source.state.groups) for param in of.params}
+    adams = {group.get(param) for param in second}
+    if source.state.args.get("optimizer", _ADAM) != _ADAM:
+        adams.discard(None)
+    return sorted(
+        [(param, EXP_AVG) for param in second - first]
+        + [(param, EXP_AVG_SQ) for param in first - second if group.get(param) in adams]
+    )
 
 
-_FACTORED = "exp_avg_sq_row"
+_FACTORED, _ADAM = "exp_avg_sq_row", "adam"
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
