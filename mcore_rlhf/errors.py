@@ -11,6 +11,7 @@
     ├── Untrusted                      exit 1   a pickle asks for a class or function that is not allowed
     ├── Incomplete                     exit 1   files, ranks or tensors are missing
     ├── Corrupt                        exit 1   bytes are not what their checksum, copy or master says
+    │   └── Unforeseen                 exit 1   what lies there is not what its reader takes for granted
     ├── LayoutMismatch                 exit 1   shapes, degrees or args contradict each other
     ├── CoverageError                  exit 1   elements of a target have no source, or more than one
     └── Lossy                          exit 1   the target cannot hold something, and ``--strict`` was given
@@ -72,6 +73,10 @@ class Incomplete(CheckpointError):
 
 class Corrupt(CheckpointError):
     """Stored bytes contradict their checksum, their replica or their master copy."""
+
+
+class Unforeseen(Corrupt):
+    """What lies in a checkpoint is not what its format's reader takes for granted; damage, or a writer that nobody here knows."""
 
 
 class LayoutMismatch(CheckpointError):

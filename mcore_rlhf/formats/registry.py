@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import filter as filter_names
 from pathlib import Path
+from traceback import extract_tb
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, PARAM
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import (
     CheckpointError,
@@ -17,6 +18,7 @@ from mcore_rlhf.errors import (
     LayoutMismatch,
     Lossy,
     NotACheckpoint,
+    Unforeseen,
     Unsupported,
     Untrusted,
     UsageError,
@@ -160,12 +162,12 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder; without the optimizer, where only that is not understood, or fits no other layout."""
     found = detect(folder)
     try:
-        return _believable(found.read(folder, options))
+        return _opened(found, folder, options)
     except (Unsupported, Lossy) as error:
         if not (partial and options.optimizer):
             raise
         try:
-            source = found.read(folder, replace(options, optimizer=False))
+            source = _opened(found, folder, replace(options, optimizer=False))
         except (Corrupt, Incomplete):  # more than not understood
             raise
         except CheckpointError:
@@ -175,6 +177,28 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
         return source
 
 
+def _opened(known: Format, folder: ReadablePath, options: ReadOptions) -> Source:
+    """What a reader makes of a folder, where it can be believed.
+
+    A reader of few lines looks at nothing twice: what surprises it is told of the folder, which may be a stranger's.
+
+    Raises:
+        Incomplete: A file is missing that the reader takes for granted.
+        Unforeseen: So is anything else.
+    """
+    try:
+        return _believable(known.read(folder, options))
+    except FileNotFoundError as error:
+        raise Incomplete(f"{error.filename}: is missing, and belongs to a checkpoint of format {known.name}") from error
+    except _SURPRISES as error:
+        last = extract_tb(error.__traceback__)[-1]
+        raise Unforeseen(
+            f"{folder}: cannot be read as {known.name}: {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}\n"
+            "It is damaged, or of a writer that is not known here. Where that loads it, report this, with what --debug shows."
+        ) from error
+
+
+_SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SAID: Rule[Sequence[str]] = Rule(Fate.NOTE, "{text}", lambda texts: [{"text": text} for text in texts])
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
 
@@ -183,14 +207,25 @@ def _believable(source: Source) -> Source:
     """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
 
     Raises:
-        Incomplete: Parameters lack a moment that Adam keeps of each.
+        Incomplete: Parameters lack a moment that Adam keeps of each, or there are states of what is no parameter.
         LayoutMismatch: It does. Few are always believed.
-        Untrusted: A tensor has a name that is no text: no format could hold it.
+        Untrusted: A tensor has a name that is no text, or a length below 0: no format could hold it.
     """
     for spec in source.model.params:
+        if spec.global_shape and min(spec.global_shape) < 0:
+            raise Untrusted(
+                f"{source.root}: {shown(spec.name)} has shape {spec.global_shape}: no tensor has a length below 0"
+            )
         if not spec.name.isprintable() and SURROGATE.search(spec.name):
             raise Untrusted(
                 f"{source.root}: the tensor {shown(spec.name)} has half a character in its name, which is no text"
+            )
+    params = {spec.name for spec in source.model.params}
+    for state, param in ((name.state, name.param) for name in source.catalog):
+        if state != PARAM and param not in params:
+            raise Incomplete(
+                f"{source.root}: has {state} of {shown(param)}, which no parameter of the model is called: its weight is "
+                "missing, or one of the two has another name\nCopy the checkpoint again from where it came from."
             )
     if lacking := _halves(source):
         name, gone = lacking[0]

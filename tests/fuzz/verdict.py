@@ -23,7 +23,10 @@ EXIT_CODES = (0, 1, 2)
 STEP_MANIFEST = "manifest.json"
 
 _TELL_THE_TIME = ("convert", "verify", "steps", "prune", "interval")
-_TRACES = ("Traceback (most recent call last)", "This is a bug in mcore_rlhf", "Exception ignored in")
+_TRACES = (
+    "Traceback (most recent call last)", "This is a bug in mcore_rlhf", "Exception ignored in",
+    "or of a writer that is not known here",
+)  # fmt: skip
 _OUT_OF_MEMORY = ("out of memory", "MemoryError")
 DAMAGE_SAID = ("damaged", "the manifest says", "the manifest lists", "the manifest is not", "a field of the manifest")
 _MOST_OUTPUT = 1 << 20

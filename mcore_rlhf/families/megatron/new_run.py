@@ -20,6 +20,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.torch_values import torch_dtype
 
 from .arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments, arguments_for, stored_arguments
+from .complete import refuse_part
 from .folders import FileRank
 from .groups import CLASSES, Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
@@ -70,6 +71,7 @@ class NewRun:
             CheckpointError: It cannot be done.
         """
         family = MegatronState.needed(source, to)
+        refuse_part(source, family.args, to)
         choices = _without_ranks(choose(source, family.args, options), family, options)
         if family.unknown and choices.parallel.tp > 1:
             raise LayoutMismatch(

@@ -10,6 +10,7 @@ from typing import Any
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
+from mcore_rlhf.families.megatron.complete import lacking
 from mcore_rlhf.families.megatron.folders import DEALT_FILES, MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
 from mcore_rlhf.families.megatron.state import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -229,11 +230,6 @@ def _local_experts(shards: list[RankShard], parallel: ParallelConfig, num_expert
     return found or (num_experts or 0) // parallel.ep
 
 
-_EVERY_LAYER = re.compile(
-    r"(linear_(qkv|proj|q_proj|q_up_proj|kv_up_proj)\.weight|(input_layernorm|pre_mlp_layernorm|layer_norm_)\.?weight)$"
-)
-"""Parameters without which a layer cannot compute. Others may be in some layers only."""
-
 _SAME_EVERYWHERE = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "context_parallel_size", "data_parallel_size", "num_layers", "hidden_size",
@@ -330,10 +326,8 @@ def check_keys(shards: Sequence[RankShard], args: Arguments) -> None:
     """
     problems = Problems()
     _check_peers(shards, problems)
-    if args.pattern is not None:
-        _check_layers(shards, problems, args.pattern.layers)
-    elif not any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "spec")):
-        _check_layers(shards, problems)
+    for text in lacking({name for shard in shards for part in shard.parts for name in part.tensors}, args):
+        problems.add(Incomplete, text)
     problems.raise_if_any()
 
 
@@ -349,28 +343,3 @@ def _check_peers(shards: Sequence[RankShard], problems: Problems) -> None:
             for name, file in keys[shard.at.pp_rank, part.vpp_rank].items():
                 if name not in part.tensors:
                     problems.add(Incomplete, f"{shard.pt.file}: {name} is missing, which {file} has")
-
-
-def _check_layers(shards: Sequence[RankShard], problems: Problems, kinds: str = "") -> None:
-    """Layers of one kind have the same keys: a layer whose keys are a part of another's has lost some.
-
-    Args:
-        shards: All ranks.
-        problems: Told of what is missing.
-        kinds: A symbol for each layer, where they are of several kinds; each kind then has the same keys in all layers.
-    """
-    suffixes: dict[int, frozenset[str]] = {}
-    for shard in shards:
-        for part in shard.parts:
-            for name in part.tensors:
-                layer = layer_of(name)
-                if layer is not None and (kinds or _EVERY_LAYER.search(name)) and not is_routed_expert(name):
-                    suffixes[layer] = suffixes.get(layer, frozenset()) | {name.partition(f"layers.{layer}.")[2]}
-    kind = {layer: kinds[layer : layer + 1] for layer in suffixes}
-    whole = {(kind[layer], keys): layer for layer, keys in suffixes.items()}
-    for layer, keys in suffixes.items():
-        for (alike, more), other in whole.items():
-            if keys < more and alike == kind[layer]:
-                lost = ", ".join(sorted(more - keys)[:3])
-                problems.add(Incomplete, f"decoder layer {layer} has no {lost}, which layer {other} has")
-                break

@@ -27,6 +27,7 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
+from mcore_rlhf.families.megatron.complete import require_complete
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
@@ -276,6 +277,7 @@ class _DistReader:
             self.options.vocab_size or args.vocab_size, rows,
         )  # fmt: skip
         check_against_arguments(args, self.folder.common_file, model, None, self.parallel)
+        require_complete(str(self.folder.located.folder), self.parameters.homes, args)
         return model, unknown
 
     def _flat(self, role: str, model: ModelSpec, order: list[str]) -> FlatStates | None:

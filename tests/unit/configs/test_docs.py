@@ -201,7 +201,7 @@ def test_the_format_of_the_documentation_crosses(flat: ModuleType, tmp_path: Pat
 def test_the_format_of_the_documentation_takes_options(flat: ModuleType, tmp_path: Path) -> None:
     """What is rounded and what is left out is said line by line."""
     half = convert(GOLDEN, tmp_path / "half", ConvertOptions(to="flat", write=WriteOptions(dtype="fp16")))
-    said = "parameters: converted to float16 from bfloat16, and rounded; their fp32 masters are kept"
+    said = "parameters: converted to float16 from their fp32 masters, which are kept"
     assert said in [text for _, text in half.report.lines]
     weights = convert(GOLDEN, tmp_path / "weights", ConvertOptions(to="flat", write=WriteOptions(no_optimizer=True)))
     assert weights.account.unaccounted == ()
@@ -213,6 +213,67 @@ def test_the_format_of_the_documentation_takes_options(flat: ModuleType, tmp_pat
     (tmp_path / "half" / MANIFEST_NAME).unlink()
     with pytest.raises(Incomplete, match="no param groups, without which no run can load them"):
         registry.open_checkpoint(tmp_path / "half", ReadOptions())
+
+
+DAMAGES = {
+    "an index of another kind": (lambda index: {"tensors": index}, "cannot be read as flat: "),
+    "a type that there is none of": (lambda index: _changed(index, dtype="bfloat17"), "unknown dtype 'bfloat17'"),
+    "a length that is no number": (lambda index: _changed(index, shape=[64.5]), "cannot be read as flat: TypeError"),
+    "a length below 0": (lambda index: _changed(index, shape=[-64]), "no file has those"),
+    "a tensor before the file": (lambda index: _changed(index, offset=-4), "no file has those"),
+    "an offset that is no number": (lambda index: _changed(index, offset=1.5), "cannot be read as flat: TypeError"),
+    "a tensor beyond the file": (lambda index: _changed(index, offset=1 << 40), "weights.bin: ends at byte "),
+    "a name that is a path": (lambda index: _changed(index, name="../../x"), "decoder.final_layernorm.weight is missing"),
+    "a weight gone": (lambda index: _without(index, "decoder.layers.2.mlp.linear_fc2.weight"), "layer 2 has no mlp.linear_fc2.weight"),
+    "a norm gone": (lambda index: _without(index, "decoder.final_layernorm.weight"), "decoder.final_layernorm.weight is missing"),
+    "a layer gone": (lambda index: [one for one in index if ".layers.3." not in one[0]], "found 3 in the files, but args.num_layers is 4"),
+    "a moment gone": (lambda index: _without(index, "output_layer.weight", "exp_avg"), "no exp_avg of output_layer.weight"),
+    "an orphan": (lambda index: [*index, ["output_layer.bias", "exp_avg", index[0][2]]], "has exp_avg of 'output_layer.bias'"),
+}  # fmt: skip
+
+
+def _changed(index: list[Any], **to: Any) -> list[Any]:
+    """The final norm's weight is said to be otherwise."""
+    (at,) = (number for number, one in enumerate(index) if one[:2] == ["decoder.final_layernorm.weight", "param"])
+    name, state, (shape, dtype, offset) = index[at]
+    changed = [to.get("name", name), state, (to.get("shape", shape), to.get("dtype", dtype), to.get("offset", offset))]
+    return [*index[:at], changed, *index[at + 1 :]]
+
+
+def _without(index: list[Any], name: str, state: str = "") -> list[Any]:
+    return [one for one in index if one[0] != name or state not in ("", one[1])]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_format_of_the_documentation_believes_no_stranger(flat: ModuleType, tmp_path: Path, damage: str) -> None:
+    """What its reader of few lines takes for granted is looked at by whoever it hands it to."""
+    change, words = DAMAGES[damage]
+    convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
+    (tmp_path / "flat" / MANIFEST_NAME).unlink()
+    index = tmp_path / "flat" / "flat.json"
+    index.write_text(json.dumps(change(json.loads(index.read_text()))))
+    with pytest.raises(CheckpointError) as refused:
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    assert words in str(refused.value)
+
+
+def test_the_format_of_the_documentation_misses_a_file(flat: ModuleType, tmp_path: Path) -> None:
+    convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
+    (tmp_path / "flat" / "weights.bin").unlink()
+    with pytest.raises(Incomplete, match=r"weights\.bin: is missing, and belongs to a checkpoint of format flat"):
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+
+
+@pytest.mark.parametrize("to", ["flat", "megatron", "megatron-dist"])
+def test_a_part_of_a_model_is_no_model_of_megatrons(flat: ModuleType, tmp_path: Path, to: str) -> None:
+    """It was written, and nobody could open it."""
+    for only, lost in (
+        ("decoder.layers.0.*", "embedding.word_embeddings.weight"),
+        ("!*.layers.3.*", "3 decoder layers are there"),
+    ):
+        with pytest.raises(Unsupported, match=f"is a part of a model, which .* cannot hold: {lost}"):
+            convert(GOLDEN, tmp_path / "part", ConvertOptions(to=to, read=ReadOptions(only=only)))
+    assert not (tmp_path / "part").exists()
 
 
 def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path) -> None:
