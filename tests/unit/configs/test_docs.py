@@ -34,6 +34,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 DOCS = PROJECT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GOLDEN = PROJECT / "tests" / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+GOLDEN_OF_MODULE = PROJECT / "tests" / "goldens" / "transformers" / "checkpoint-2"
 MODEL = PROJECT / "tests" / "goldens" / "huggingface" / "llama_tied_bf16_sharded"
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -172,10 +173,15 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["megatron", "module"])
 @pytest.mark.parametrize("to", ELSEWHERE)
-def test_the_format_of_the_documentation_crosses(flat: ModuleType, tmp_path: Path, to: str) -> None:
-    """To every other, with a closed account, and every value back as it was."""
-    convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
+def test_the_format_of_the_documentation_crosses(
+    flat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, family: str
+) -> None:
+    """To every other, with a closed account, and every value back as it was, under either family's names."""
+    monkeypatch.setattr(flat.FlatFormat, "family", family)
+    golden, count = (GOLDEN, 27) if family == "megatron" else (GOLDEN_OF_MODULE, 26)
+    convert(golden, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
     there = convert(
         tmp_path / "flat",
         tmp_path / "there",
@@ -193,9 +199,9 @@ def test_the_format_of_the_documentation_crosses(flat: ModuleType, tmp_path: Pat
         comparison = Differ(a, b, bytes_a, bytes_b, states=("param", *a.states)).compare()
     padded = {"embedding.word_embeddings.weight", "output_layer.weight"}  # of which others keep the words' rows alone
     assert {one.tensor.param for one in comparison.differences if one.tensor} <= (
-        set() if to.startswith("megatron") else padded
+        set() if to.startswith("megatron") or family == "module" else padded
     )
-    assert comparison.tensors == 4 * 27
+    assert comparison.tensors == 4 * count
 
 
 def test_the_format_of_the_documentation_takes_options(flat: ModuleType, tmp_path: Path) -> None:

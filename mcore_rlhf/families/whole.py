@@ -1,0 +1,196 @@
+"""Tensors that lie whole in files of another format: what such a reader knows becomes a source that goes to every other.
+
+Under whose names they are, Megatron's or a module's own, the format says (:attr:`~.source.Names.family`); what follows from the names
+nobody has to say, and nobody can say it wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from operator import index
+
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.catalog import FLOATING, PARAM, DType, Record, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Rule
+from mcore_rlhf.errors import Incomplete, Unsupported, Untrusted, shown
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.paths import ReadablePath
+
+from .fsdp.model import model_config, num_layers
+from .inventory import WAITING, inventory_of, state_items
+from .megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
+from .megatron.complete import refuse_part, require_complete
+from .megatron.state import MegatronState
+from .module import ModuleState
+from .options import ReadOptions, WriteOptions
+from .sidecar import STATE, UNHELD, Sidecar, sidecar_files
+from .source import Family, Names, Source, StoredFile
+
+
+def whole_source(
+    form: Names, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions
+) -> Source:  # fmt: skip
+    """A source of whole tensors.
+
+    How others cut a parameter, which layers, words and experts there are follows from the names, and from the run's arguments or the
+    model's description, which lie in what :func:`whole_sidecar` wrote beside.
+
+    Args:
+        form: The format: what it is called, and whose names it has.
+        root: The folder.
+        catalog: Every tensor, whole, under those names, with its state.
+        files: All files of the format's own, its index too.
+        options: The user's: whose model it is, how many words there are.
+
+    Raises:
+        Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a layer
+            has not what others have.
+        Untrusted: A tensor lies in a file that is not listed, or before its beginning.
+        LayoutMismatch: The arguments are those of another model.
+        Unsupported: A name is none of Megatron's.
+    """
+    beside = Sidecar.read(root, options.stubs) or Sidecar()
+    entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
+    for record in (chunk.record for entry in entries for chunk in entry.chunks):
+        _require_stored(root, record, lengths)
+    states = tuple(dict.fromkeys(entry.name.state for entry in entries if entry.name.state != PARAM))
+    if states and not beside.state.groups:
+        raise Incomplete(
+            f"{root}: has {', '.join(states)} of an optimizer, and no param groups, without which no run can load them"
+        )
+    trained = {entry.name.param for entry in entries if entry.name.state != PARAM}
+    weights = [entry for entry in entries if entry.name.state == PARAM]
+    of = _of_megatron if form.family == MegatronState.names else _of_module
+    model, family = of(root, weights, trained, beside, options)
+    return Source(
+        format=form.name,
+        root=root,
+        role=options.role or "actor",
+        model=model,
+        catalog=catalog,
+        state=beside.state,
+        files=(*files, *sidecar_files(root)),
+        states=states,
+        optimizer=(beside.optimizer or _OPTIMIZER[form.family]) if states else None,
+        origin=beside.origin,
+        family=family,
+    )
+
+
+_OPTIMIZER = {MegatronState.names: DISTRIBUTED, ModuleState.names: "torch"}
+"""What kind it is taken for where nobody said."""
+
+
+def _require_stored(root: ReadablePath, record: Record, lengths: Mapping[str, int]) -> None:
+    start, stop = index(record.byte_offset), record.byte_offset + record.nbytes
+    if start < 0 or stop < start or record.file not in lengths:
+        raise Untrusted(
+            f"{root}: {record.key} is said to be bytes {start} to {stop} of {shown(record.file)}: no file has those"
+        )
+    if stop > lengths[record.file]:
+        raise Incomplete(
+            f"{root / record.file}: ends at byte {lengths[record.file]}, and {record.key} is bytes {start} to {stop}\n"
+            "Copy it again from where it came from."
+        )
+
+
+def _of_megatron(
+    root: ReadablePath, weights: Sequence[TensorEntry], trained: Collection[str], beside: Sidecar, options: ReadOptions
+) -> tuple[ModelSpec, Family]:  # fmt: skip
+    if not beside.state.args:
+        raise Incomplete(f"{root}: no arguments of the run are stored, and by them Megatron's tensors are known")
+    args = Arguments(beside.state.args)
+    traits, specs = Traits(args.gated, args.transformer_engine, args.values), list[ParamSpec]()
+    for entry in weights:
+        name, partition = entry.name.param, partition_of(entry.name.param, traits)
+        if partition is None and len(entry.global_shape) > 1:
+            raise Unsupported(f"{root}: {name} is none of Megatron's names: how others cut it is not known")
+        still = bool(trained) and name not in trained
+        specs.append(ParamSpec(name, entry.global_shape, entry.dtype, partition or REPLICATED, not still))
+    names = [spec.name for spec in specs]
+    require_complete(str(root), names, args)
+    layers = 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=-1)
+    rows = next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None)
+    words = options.vocab_size or args.vocab_size
+    model = ModelSpec(tuple(specs), layers, args.tied, args.mtp_layers, args.num_experts, words, rows)
+    of_model = Arguments(
+        {key: value for key, value in args.values.items() if key != "padded_vocab_size"}
+    )  # the rows say it
+    check_against_arguments(of_model, STATE, model, None, ParallelConfig())
+    return model, MegatronState(None, args, [], names, [])
+
+
+def _of_module(
+    root: ReadablePath, weights: Sequence[TensorEntry], trained: Collection[str], beside: Sidecar, options: ReadOptions
+) -> tuple[ModelSpec, Family]:  # fmt: skip
+    still, module = {*beside.frozen, *beside.module.buffers}, beside.module
+    specs = tuple(
+        ParamSpec(
+            (name := entry.name.param), entry.global_shape, entry.dtype, REPLICATED,
+            name in trained if trained else entry.dtype in FLOATING and name not in still,
+        )
+        for entry in weights
+    )  # fmt: skip
+    buffers = {*module.buffers, *(spec.name for spec in specs if spec.dtype not in FLOATING)}
+    names = [spec.name for spec in specs]
+    model = ModelSpec(specs, num_layers(names), bool(module.shared), vocab_size=options.vocab_size)
+    own = tuple(name for name in names if name in buffers)
+    return model, replace(
+        module, order=module.order or tuple(names), buffers=own, config=module.config or model_config(root)
+    )
+
+
+def whole_tensors(source: Source, options: WriteOptions) -> tuple[Chunks, list[tuple[TensorName, Shape, DType]]]:
+    """The catalogue for files of whole tensors, and name, shape and type of everything that they are to hold.
+
+    A weight is among them also where the source stores its fp32 master alone.
+
+    Args:
+        source: What is written.
+        options: Whether with the optimizer, and what type weights get.
+
+    Raises:
+        Unsupported: It is a part of a model of Megatron's.
+    """
+    if (family := MegatronState.of(source)) is not None:
+        refuse_part(source, family.args, "a file of whole tensors")
+    dtype, wanted = dtype_of(options.dtype) if options.dtype else None, list[tuple[TensorName, Shape, DType]]()
+    for spec in source.model.params:
+        cast = dtype if dtype is not None and spec.dtype in FLOATING else spec.dtype
+        wanted.append((TensorName(source.role, spec.name, PARAM), spec.global_shape, cast))
+        for state in () if options.no_optimizer else source.states:
+            if (entry := source.catalog.get(TensorName(source.role, spec.name, state))) is not None:
+                wanted.append((entry.name, entry.global_shape, entry.dtype))
+    return source.catalog.cast(dtype), wanted
+
+
+def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes], Inventory]:
+    """The files beside the tensors, by path, and the items that they hold: all but what is of single ranks, which is reported.
+
+    The arguments, or the model's description, are in them, by which :func:`whole_source` knows the tensors.
+
+    Args:
+        source: What is written.
+        report: What is lost.
+    """
+    kind, origin, has = source.optimizer or "", source.origin, inventory_of(source)
+    if (module := ModuleState.of(source)) is not None:
+        beside, held = Sidecar.of(source.state, module.base(), source.model.params, origin, optimizer=kind), has
+    else:
+        family = MegatronState.of(source)
+        state = source.state if family is None else replace(source.state, args=dict(family.args.values))
+        beside, held = Sidecar(state=state, origin=origin, optimizer=kind), dict(state_items(state))
+        held |= {WAITING: origin} if origin else {}
+    texts, lost = beside.texts()
+    report.through(_OF_RANKS, has.keys() - held.keys())
+    report.through(UNHELD, lost)
+    return texts, held
+
+
+_OF_RANKS: Sequence[Rule[Collection[Item]]] = [
+    Rule(Fate.LOST, "what is of single ranks: files of whole tensors have no place for it", lambda lost: {"of": lost} if lost else None)
+]  # fmt: skip
