@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def _states(optimizer: Any) -> Iterator[torch.Tensor]:
         for group in one.optimizer.param_groups:
             for param in group["params"]:
                 yield param.data
-                yield from (value for value in one.optimizer.state[param].values() if torch.is_tensor(value))
+                yield from (value for value in one.optimizer.state.get(param, {}).values() if torch.is_tensor(value))
 
 
 def _change(model: Any, optimizer: Any, scheduler: Any) -> None:
@@ -59,7 +60,7 @@ def _load(root: Path, model: Any, optimizer: Any, scheduler: Any) -> dict[str, A
     args.load, checkpointing._CHECKPOINT_VERSION = str(root), None  # as in a new process
     try:
         iteration, _ = checkpointing.load_checkpoint(model, optimizer, scheduler)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # an exit, and torch's CheckpointException, which is no Exception
         return f"{type(error).__name__}: {error}"[:200]
     return {
         "weights": torch.cat([param.detach().float().flatten() for param in model[0].parameters()]),
@@ -76,7 +77,19 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
-    """Each file and key, and what takes it."""
+    """Each file and key, and what takes it; of torch_dist the files themselves, too, and the names in ``.metadata``."""
+    for file in sorted(path for path in root.glob("iter_*/*") if path.is_file()):
+        yield str(file.relative_to(root)), (), file.unlink
+    for file in sorted(root.glob("iter_*/.metadata")):
+        for name in pickle.loads(file.read_bytes()).state_dict_metadata:
+            yield str(file.relative_to(root)), (name,), lambda f=file, n=name: _forget(f, n)
+    for file in sorted(root.glob("iter_*/metadata.json")):
+        for name in json.loads(file.read_text()):
+            yield (
+                str(file.relative_to(root)),
+                (name,),
+                lambda f=file, n=name: f.write_text(json.dumps(without_key(json.loads(f.read_text()), (n,)))),
+            )
     for file in sorted(path for path in root.glob("iter_*/**/*.pt") if path.is_file()):
         for at in keys_of(torch.load(file, weights_only=False)):
             if len(at) > 5 or (at[0] in SKIPPED and len(at) > 1 and at[1] not in _OF_ARGS):
@@ -86,6 +99,15 @@ def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
                 at,
                 lambda f=file, a=at: torch.save(without_key(torch.load(f, weights_only=False), a), f),
             )
+
+
+def _forget(file: Path, name: str) -> None:
+    """A tensor or an object of torch_dist is in no list any more."""
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.state_dict_metadata[name]
+    for index in [one for one in metadata.storage_data if one.fqn == name]:
+        del metadata.storage_data[index]
+    file.write_bytes(pickle.dumps(metadata))
 
 
 def sweep(forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **more: Any) -> tuple[int, int]:

@@ -80,13 +80,24 @@ def test_megatron(scripts: Scripts, whole: Seen, name: str, tmp_path: Path) -> N
         )  # random weights of the same seed, or those of the file
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
-def test_each_key_of_each_file_taken(scripts: Scripts, distributed: bool, tmp_path: Path) -> None:
+KINDS = {
+    "distributed": ["--use-distributed-optimizer"],
+    "plain": [],
+    "torch_dist": ["--use-distributed-optimizer", "--ckpt-format", "torch_dist"],
+    "torch_dist, fully reshardable": [
+        "--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable",
+    ],
+    "torch_dist, plain": ["--ckpt-format", "torch_dist"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_key_of_each_file_taken(scripts: Scripts, kind: str, tmp_path: Path) -> None:
     """Files of one rank, with Megatron's own ``load_checkpoint``; a first step that fails is not run here, and counts as said."""
     given = [*PRETRAIN, "--save-interval", "2"]
     given[given.index("--tensor-model-parallel-size") + 1], given[given.index("--train-iters") + 1] = "1", "2"
-    if not distributed:
-        given.remove("--use-distributed-optimizer")
+    given.remove("--use-distributed-optimizer")
+    given += KINDS[kind]
     scripts.run("pretrain_gpt.py", [*given, "--save", str(tmp_path / "whole")], world=1)
     (rows,) = scripts.run("pretrain_loads.py", given, world=1, environment={"LOADS_FROM": str(tmp_path / "whole")})
     wrong, taken = [], cast(list[dict[str, Any]], rows)
@@ -99,4 +110,4 @@ def test_each_key_of_each_file_taken(scripts: Scripts, distributed: bool, tmp_pa
         if not same and not _UNTOLD.fullmatch(row["key"]):
             wrong.append(row)
     assert not wrong
-    assert len(taken) > 80
+    assert len(taken) > 30

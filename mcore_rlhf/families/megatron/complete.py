@@ -20,6 +20,16 @@ _EVERY_LAYER = re.compile(
     r"|\bmlp\.(linear_fc[12]\.(weight|bias)|router\.weight))$"
 )
 """Parameters without which a layer cannot compute: layers of one kind have the same. Others may be in some layers only."""
+_TOGETHER = (
+    ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight"),
+    ("mlp.linear_fc2.weight", "mlp.linear_fc1.weight"),
+    ("mlp.linear_fc1.weight", "pre_mlp_layernorm.weight|mlp.linear_fc1.layer_norm_weight"),
+    ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"),
+    ("self_attention.linear_qkv.weight", "input_layernorm.weight|self_attention.linear_qkv.layer_norm_weight"),
+    ("self_attention.linear_proj.weight",
+     "self_attention.linear_qkv.weight|self_attention.linear_q_proj.weight|self_attention.linear_q_up_proj.weight"),
+)  # fmt: skip
+"""A layer with the first has one of the second; a kind that all layers have lost is missed by this alone."""
 _OF_ADAPTER = ".adapter."
 """What Megatron-Bridge adds to a layer, and saves alone."""
 _FINAL_NORM = re.compile(r"^decoder\.final_(layer)?norm\.weight$")
@@ -85,6 +95,7 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
     if not any(map(_FINAL_NORM.match, names)):
         yield "decoder.final_layernorm.weight is missing"
     yield from _of_layers(names, args.pattern.layers if args.pattern is not None else "")
+    yield from _of_pairs({*names})
     yield from _of_experts(names, args.num_experts or 0)
 
 
@@ -107,6 +118,16 @@ def _of_layers(names: Collection[str], kinds: str) -> Iterator[str]:
             if keys < more and alike == kind[layer]:
                 yield f"decoder layer {layer} has no {', '.join(sorted(more - keys)[:3])}, which layer {other} has"
                 break
+
+
+def _of_pairs(names: Collection[str]) -> Iterator[str]:
+    for name in sorted(names):
+        if (layer := layer_of(name)) is None:
+            continue
+        at, dot, of_layer = name.partition(f"layers.{layer}.")
+        for first, second in _TOGETHER:
+            if of_layer == first and not any(f"{at}{dot}{one}" in names for one in second.split("|")):
+                yield f"{at}{dot}{second.partition('|')[0]} is missing, and {name} is there"
 
 
 def _of_experts(names: Collection[str], experts: int) -> Iterator[str]:

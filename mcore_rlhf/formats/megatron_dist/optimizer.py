@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Shape,
 )
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_groups
 from mcore_rlhf.families.source import ParamGroup
@@ -67,7 +67,7 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
 
     Raises:
         Unsupported: It is stored in a way of which only Megatron itself can make something.
-        CheckpointError: Parts of it are missing.
+        Incomplete: Parts of it are missing.
     """
     odd = _odd_states(folder)
     flat, found = states_in(list(folder.flat)), folder.tensors.keys() - {PARAM, *odd}
@@ -86,7 +86,7 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
     listed = [member for member in members if not flatly or "param_groups" in inner_state(member)] + flatly
     groups = merged_groups([_groups(folder, member) for member in listed])
     if not groups:
-        raise Unsupported(
+        raise Incomplete(
             f"{folder.common_file}: the optimizer's states are there, its param groups are not\n"
             "Convert the weights alone with --no-optimizer."
         )
@@ -201,7 +201,8 @@ def trained_states(
         matrices: Whether matrices are trained by an optimizer of their own.
 
     Raises:
-        Unsupported: Some have a part of the states that others of their kind have.
+        Incomplete: Some have a part of Adam's states that others of their kind have.
+        Unsupported: The same of another optimizer's.
         LayoutMismatch: A state is not shaped like its parameter.
     """
     problems = Problems()
@@ -221,9 +222,13 @@ def trained_states(
         lacking = [state for state in usual[kinds[spec.name]] if state not in there]
         if there and [state for state in lacking if (state, spec.dtype) != (MASTER, FLOAT32)]:
             text = f"{spec.name}: has {', '.join(there)}, but no {', '.join(lacking)}"
-            problems.add(Unsupported, text, "It may be another optimizer's. --no-optimizer converts the weights alone.")
+            kind = Unsupported if matrices or not _ADAMS.issuperset(lacking) else Incomplete
+            problems.add(kind, text, "It may be another optimizer's. --no-optimizer converts the weights alone.")
     problems.raise_if_any()
     return {name: states for name, states in found.items() if states}
+
+
+_ADAMS = frozenset({MASTER, EXP_AVG, EXP_AVG_SQ})
 
 
 def states_in(keys: Sequence[FlatKey]) -> set[str]:

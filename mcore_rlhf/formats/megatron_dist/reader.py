@@ -51,6 +51,7 @@ from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .buckets import FlatStates
+from .complete import require_entries
 from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, is_torch_dcp_folder, locate_dist
 from .fsdp import FsdpFolder
 from .modelopt import modelopt_in
@@ -112,6 +113,7 @@ class _DistReader:
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)
+        require_entries(folder, self.args, optimizer=options.optimizer)
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
         masters = folder.masters_of_model if isinstance(folder, FsdpFolder) else {}
         self.unrounded = frozenset(n for n, homes in self.parameters.homes.items() if homes[0].key in masters)

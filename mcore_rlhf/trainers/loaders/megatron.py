@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, without
+from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, unlisted, without
 from mcore_rlhf.trainers.megatron import LM
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
@@ -64,7 +64,12 @@ _SCHEDULE = (
 )  # fmt: skip
 _WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
 _STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-_UNFIT = re.compile(r"layer \d+ has no |computed from the model's parameters|is true, but output_layer")
+_UNFIT = re.compile("|".join((
+    r"layer \d+ (has no |is missing)", r"(^|: )\S+\.(weight|bias) is missing", "which no parameter of the model",
+    "computed from the model's parameters", "is true, but output_layer",
+)))  # fmt: skip
+_BUCKETS = r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?=optimizer/|per_bucket_)"
+_OF_BUCKETS = ("optimizer/shard_0_1", "per_bucket_numel/shard_0_1", "per_bucket_numel_unpadded/shard_0_1")
 _EMPTY, _MORE = (
     re.compile("found none|buffers stored"),
     re.compile(r"param group \d+ has (\d+) parameters, (\d+) expected"),
@@ -78,6 +83,11 @@ def _lacks_tensors(seen: Seen) -> object:
     more = _MORE.search(problem)
     unfit = (_UNFIT.search(problem) and not _EMPTY.search(problem)) or (more and int(more[1]) > int(more[2]))
     return seen.has(_PLAIN) and unfit and {"problem": problem}
+
+
+def _unasked(seen: Seen) -> object:
+    """A folder of torch_dist lacks something, of the model or of the optimizer, that the loader asks for: ``{problem}``."""
+    return seen.has(*_DIST) and seen.held.problem and {"problem": seen.held.problem}
 
 
 def _partial(seen: Seen) -> object:
@@ -159,6 +169,13 @@ ROWS = rows_of(
         broken("*model_optim_rng.pt"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "_load_global_dist_base_checkpoint",
         broken("*.distcp", ".metadata", "common.pt", "metadata.json")),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
+        without("metadata.json", "sharded_backend"), True),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
+        "CheckpointException", "_load_global_dist_base_checkpoint", _unasked, True),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
+        "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
+        unlisted(".metadata", _BUCKETS, *_OF_BUCKETS), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
         without(_MODEL, "iteration|total_iters"), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",

@@ -142,7 +142,7 @@ def test_no_param_groups(tmp_path: Path) -> None:
     root = copied(FULLY, tmp_path)
     with edited(root / STEP / "common.pt") as tree:
         del tree["optimizer"]["optimizer"]
-    refused(root, Unsupported, "param groups", "--no-optimizer")
+    refused(root, Incomplete, "param groups", "--no-optimizer")
 
 
 def test_a_pickle_that_wants_to_run_code(tmp_path: Path) -> None:

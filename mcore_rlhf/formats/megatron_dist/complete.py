@@ -1,0 +1,69 @@
+"""What a torch_dist folder lacks of what belongs to its own entries: ``.metadata`` is the only list of them, and names what is left.
+
+Source: megatron-core 0.19.2, ``core/optimizer/distrib_optimizer.py`` (``sharded_param_state_dp_reshardable``: every bucket has each state;
+``sharded_param_state_fs_model_space``: every state is called after its weight), ``core/transformer/utils.py``
+(``sharded_state_dict_default``: an opaque value for each layer of a stack).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.errors import Incomplete, Problems
+from mcore_rlhf.families.megatron.arguments import Arguments
+
+from .folders import DistFolder
+from .objects import EXTRA
+from .optimizer import states_in
+
+_ADVICE = "Copy the folder again, or use an older step. Where the optimizer alone lacks something, --no-optimizer converts the weights."
+
+
+def require_entries(folder: DistFolder, args: Arguments, *, optimizer: bool) -> None:
+    """Refuse a folder with a gap.
+
+    Args:
+        folder: It.
+        args: The run's arguments.
+        optimizer: Whether its states are wanted.
+
+    Raises:
+        Incomplete: There are gaps; all of them are listed.
+    """
+    problems = Problems()
+    for text in (
+        *_opaque(folder),
+        *(_orphans(folder) if optimizer else ()),
+        *(_buckets(folder, args) if optimizer else ()),
+    ):
+        problems.add(Incomplete, f"{folder.located.folder}: {text}", _ADVICE)
+    problems.raise_if_any()
+
+
+def _orphans(folder: DistFolder) -> Iterator[str]:
+    """Adam's states of what is no weight."""
+    for state in (MASTER, EXP_AVG, EXP_AVG_SQ):
+        for key, tensor in folder.tensors.get(state, {}).items():
+            if key not in folder.model:
+                yield f"{tensor.fqn} is there, and {key} is missing, whose state it is"
+
+
+def _buckets(folder: DistFolder, args: Arguments) -> Iterator[str]:
+    """States that a distributed optimizer has of every bucket."""
+    states = states_in(list(folder.flat))
+    wanted = {MASTER, EXP_AVG, *({EXP_AVG_SQ} if args.values.get("optimizer") == "adam" else ())}
+    for state in sorted(wanted - states) if states else ():
+        yield f"the buckets of the optimizer have no {state}, which a distributed optimizer always saves"
+
+
+def _opaque(folder: DistFolder) -> Iterator[str]:
+    """A stack of layers has an opaque value for each of them, or for none."""
+    for key in dict.fromkeys(one.key for one in folder.objects if one.key.endswith(f".{EXTRA}")):
+        weight = folder.model.get(f"{key.removesuffix(EXTRA)}weight")
+        found = [one for one in folder.objects if one.key == key]
+        if weight is None or not found[0].shape or found[0].shape[:1] != weight.global_shape[:1]:
+            continue
+        there = {one.index[0] for one in found}
+        for layer in sorted(set(range(min(found[0].shape[0], len(there) + 1))) - there):
+            yield f"{key} of layer {layer} is missing, and others are there"
