@@ -207,7 +207,8 @@ def _believable(source: Source) -> Source:
     """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
 
     Raises:
-        Incomplete: Parameters lack a moment that Adam keeps of each, or there are states of what is no parameter.
+        Incomplete: Parameters lack a moment that Adam keeps of each, a group its learning rate, or there are states of what is no
+            parameter.
         LayoutMismatch: It does. Few are always believed.
         Untrusted: A tensor has a name that is no text, or a length below 0: no format could hold it.
     """
@@ -226,6 +227,14 @@ def _believable(source: Source) -> Source:
             raise Incomplete(
                 f"{source.root}: has {state} of {shown(param)}, which no parameter of the model is called: its weight is "
                 "missing, or one of the two has another name\nCopy the checkpoint again from where it came from."
+            )
+    for number, group in enumerate(source.state.groups):
+        if (
+            source.states and group.fields and _LR not in group.fields and MegatronState.of(source) is None
+        ):  # whose scheduler sets it
+            raise Incomplete(
+                f"{source.root}: param group {number} of the optimizer has no {_LR!r}, without which no optimizer makes a step\n"
+                "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
             )
     if lacking := _halves(source):
         name, gone = lacking[0]
@@ -264,7 +273,7 @@ def _halves(source: Source) -> list[tuple[str, str]]:
     )
 
 
-_FACTORED, _ADAM = "exp_avg_sq_row", "adam"
+_FACTORED, _ADAM, _LR = "exp_avg_sq_row", "adam", "lr"
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:

@@ -8,13 +8,14 @@ Source: megatron-core 0.19.2, ``core/optimizer/distrib_optimizer.py`` (``sharded
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
 
 from .folders import DistFolder
-from .objects import EXTRA
+from .objects import EXTRA, RERUN_RANKS, RNG
 from .optimizer import states_in
 
 _ADVICE = "Copy the folder again, or use an older step. Where the optimizer alone lacks something, --no-optimizer converts the weights."
@@ -32,11 +33,8 @@ def require_entries(folder: DistFolder, args: Arguments, *, optimizer: bool) -> 
         Incomplete: There are gaps; all of them are listed.
     """
     problems = Problems()
-    for text in (
-        *_opaque(folder),
-        *(_orphans(folder) if optimizer else ()),
-        *(_buckets(folder, args) if optimizer else ()),
-    ):
+    of_optimizer = (*_orphans(folder), *_buckets(folder, args), *_groups(folder)) if optimizer else ()
+    for text in (*_opaque(folder), *_of_ranks(folder), *of_optimizer):
         problems.add(Incomplete, f"{folder.located.folder}: {text}", _ADVICE)
     problems.raise_if_any()
 
@@ -67,3 +65,21 @@ def _opaque(folder: DistFolder) -> Iterator[str]:
         there = {one.index[0] for one in found}
         for layer in sorted(set(range(min(found[0].shape[0], len(there) + 1))) - there):
             yield f"{key} of layer {layer} is missing, and others are there"
+
+
+def _of_ranks(folder: DistFolder) -> Iterator[str]:
+    """What every rank of a grid has a part of: the list says how large the grid is."""
+    for key in (RNG, RERUN_RANKS):
+        found = [one for one in folder.objects if one.key == key]
+        if found and len(found) < prod(found[0].shape):
+            yield f"{key} is of {len(found)} ranks, and says that there are {prod(found[0].shape)}"
+
+
+def _groups(folder: DistFolder) -> Iterator[str]:
+    """Data-parallel groups keep the same kinds of things: param groups, and how large their buckets are."""
+    usual = {name for held in folder.groups.values() for name in held}
+    for (member, group), held in sorted(folder.groups.items()):
+        for name in sorted(usual - held.keys()):
+            yield f"data-parallel group {group} of chained optimizer {member} has no {name!r}, and others have"
+    for member, group in sorted({(key.member, key.group) for key in folder.flat} - folder.groups.keys()):
+        yield f"data-parallel group {group} of chained optimizer {member} has buckets, and no param groups"

@@ -40,6 +40,12 @@ def forgotten(golden: Path, folder: Path, gone: Callable[[str], bool]) -> Path:
         (FULLY, "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight", "but no exp_avg"),
         (FULLY, "optimizer.state.param.decoder.layers.mlp.linear_fc2.weight", "but no master"),
         (FULLY, "decoder.layers.mlp.linear_fc1._extra_state/shard_1_4", "_extra_state of layer 1 is missing"),
+        (FULLY, "rng_state/shard_0.1_2.2", "rng_state is of 3 ranks, and says that there are 4"),
+        (
+            BUCKETS,
+            "optimizer.distributed.dp_group_idx_1.optimizer/shard_0_1",
+            "group 1 of chained optimizer 0 has no 'optimizer'",
+        ),
     ],
 )
 def test_a_name_that_is_gone_is_missed(golden: Path, gone: str, words: str, tmp_path: Path) -> None:
