@@ -189,7 +189,9 @@ def _opened(known: Format, folder: ReadablePath, options: ReadOptions) -> Source
     try:
         return _believable(known.read(folder, options))
     except FileNotFoundError as error:
-        raise Incomplete(f"{error.filename}: is missing, and belongs to a checkpoint of format {known.name}") from error
+        raise Incomplete(
+            f"{error.filename or folder}: is missing, and belongs to a checkpoint of format {known.name}"
+        ) from error
     except _SURPRISES as error:
         last = extract_tb(error.__traceback__)[-1]
         raise Unforeseen(

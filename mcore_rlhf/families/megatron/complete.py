@@ -66,7 +66,12 @@ def refuse_part(source: Source, args: Arguments, to: str) -> None:
     names = [spec.name for spec in source.model.params]
     layers = len({layer_of(name) for name in names} - {None})
     lost = list(lacking(names, args))
-    if not lost and 0 < layers < (args.optional("num_layers") or 0):
+    if (
+        not lost
+        and 0 < layers < (args.optional("num_layers") or 0)
+        and args.pattern is None
+        and not _made_elsewhere(args)
+    ):
         lost = [f"{layers} decoder layers are there, and args.num_layers is {args.integer('num_layers')}"]
     if lost:
         more = f", and {len(lost) - 1} more" if lost[1:] else ""
@@ -85,8 +90,7 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
     """
     names = [name for name in names if _OF_ADAPTER not in name]
     layers = {layer for name in names if (layer := layer_of(name)) is not None}
-    elsewhere = any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "spec"))
-    if not layers or (elsewhere and args.pattern is None):
+    if not layers or (_made_elsewhere(args) and args.pattern is None):
         return
     if len(layers) <= max(layers):
         yield f"decoder layer {_first_beside(layers)} is missing, and there is a layer {max(layers)}"
@@ -97,6 +101,11 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
     yield from _of_layers(names, args.pattern.layers if args.pattern is not None else "")
     yield from _of_pairs({*names})
     yield from _of_experts(names, args.num_experts or 0)
+
+
+def _made_elsewhere(args: Arguments) -> bool:
+    """Whether another file says what each layer is; some may have no parameters at all."""
+    return any(args.values.get(name) for name in ("heterogeneous_layers_config_path", "spec"))
 
 
 def _of_layers(names: Collection[str], kinds: str) -> Iterator[str]:
