@@ -132,10 +132,13 @@ class Beneath:
             if not stat.S_ISREG(os.lstat(source).st_mode):
                 raise OSError(errno.EINVAL, "is no regular file", str(source))
             os.link(source, last, dst_dir_fd=folder, follow_symlinks=False)
-            made = os.stat(last, dir_fd=folder, follow_symlinks=False)
-            if seen is not None and not os.path.samestat(os.fstat(seen), made):
+            try:
+                made = os.stat(last, dir_fd=folder, follow_symlinks=False)
+                if seen is not None and not os.path.samestat(os.fstat(seen), made):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
+            except OSError:  # the name is free again for who writes the file instead
                 os.unlink(last, dir_fd=folder)
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
+                raise
 
     def move(self, name: str, to: str, into: Beneath | None = None) -> None:
         """Give a file or folder another name, here or in another folder; a file of that name is replaced.

@@ -41,6 +41,10 @@ from tests.faults.disk import CHANGING, READING, WRITING, Disk
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SYNCED = replace(QUIET, fsync=True)
 OLD, NEW, AGAIN, NEXT = (SingleRun(seed) for seed in (1, 2, 3, 4))
+FROZEN = SingleRun(5)
+FROZEN.module.load_state_dict(OLD.module.state_dict())
+"""A critic that is as it was."""
+_WAVE = 16 << 10
 _ID = re.compile(r"\d{13}-[0-9a-f]{8}")
 _HANGS_S = 120
 
@@ -97,6 +101,8 @@ class Save(Scene):
     background: bool = False
     keep: bool = False
     again: bool = False
+    linked: bool = False
+    waves: bool = False
     _raised: str = field(init=False, default="")
 
     def lay_out(self) -> None:
@@ -108,11 +114,20 @@ class Save(Scene):
 
     def renew(self) -> None:
         super().renew()
-        options = replace(SYNCED, keep=Retention((KeepLast(1),)) if self.keep else None)
+        options = replace(
+            SYNCED,
+            keep=Retention((KeepLast(1),)) if self.keep else None,
+            link_unchanged=self.linked,
+            max_host_memory=_WAVE if self.waves else None,
+        )
         self._run = SingleRun(9)
         self._manager = self._run.manager(self.live, options)
         self._manager.load()
-        self._become(NEW)
+        self._become(self._new)
+
+    @property
+    def _new(self) -> SingleRun:
+        return FROZEN if self.linked else NEW
 
     def _become(self, other: SingleRun) -> None:
         self._run.sharded.values.update({name: value.clone() for name, value in other.sharded.values.items()})
@@ -131,7 +146,7 @@ class Save(Scene):
 
     def judge(self, word: str) -> list[str]:
         wrong = [] if word == "saved" or not self.number else complaints(self._raised, self.number, self.live)
-        expected = {NEW: self._step} if word == "saved" else {OLD: 1, NEW: self._step}
+        expected = {self._new: self._step} if word == "saved" else {OLD: 1, self._new: self._step}
         wrong += [f"{word}, and {found}" for found in _not_found(self.live, expected)]
         wrong += self._next()
         wrong += [f"left for ever: {name}" for name in _leftovers_after_a_start(self.live)]
@@ -402,6 +417,20 @@ SWEEPS |= {
     "save and delete, EIO": Sweep(partial(_save, background=True, keep=True), errno.EIO, CHANGING),
     "save again, EIO": Sweep(partial(_save, again=True), errno.EIO, CHANGING),
     "save again, ENOSPC from there on": Sweep(partial(_save, again=True), errno.ENOSPC, WRITING, -1),
+    **{
+        f"save linked, {name}{what}": Sweep(partial(_save, linked=True), getattr(errno, name), calls, many)
+        for name, what, calls, many in (
+            ("EIO", "", CHANGING, 1),
+            ("EIO", " of reads", READING, 1),
+            ("ENOSPC", " from there on", WRITING, -1),
+            ("EMLINK", " of links", "link", -1),
+            ("EPERM", " of links", "link", -1),
+            ("EXDEV", " of links", "link", -1),
+        )
+    },
+    "save linked and delete, EIO": Sweep(partial(_save, linked=True, keep=True, background=True), errno.EIO, CHANGING),
+    "save in waves, EIO": Sweep(partial(_save, waves=True, background=True), errno.EIO, CHANGING),
+    "save in waves, ENOSPC from there on": Sweep(partial(_save, waves=True), errno.ENOSPC, WRITING, -1),
     "save, short writes": Sweep(partial(_save, background=True), 0, "write", mode="short"),
     "save, short writes from there on": Sweep(partial(_save, background=True), 0, "write", -1, "short"),
     "save, EIO of close": Sweep(partial(_save, background=True), errno.EIO, "close"),

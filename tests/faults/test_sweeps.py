@@ -18,6 +18,7 @@ SAMPLE = {
     "save behind training, EIO": 13,
     "save again, EIO": 17,
     "save and delete, EIO of reads": 41,
+    "save linked, EIO of reads": 31,
     "load, EIO": 29,
     "load, EACCES from there on": 37,
     "prune, EIO from there on": 61,
