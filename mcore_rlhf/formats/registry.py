@@ -230,10 +230,9 @@ def _believable(source: Source) -> Source:
                 f"{source.root}: has {state} of {shown(param)}, which no parameter of the model is called: its weight is "
                 "missing, or one of the two has another name\nCopy the checkpoint again from where it came from."
             )
-    for number, group in enumerate(source.state.groups):
-        if (
-            source.states and group.fields and _LR not in group.fields and MegatronState.of(source) is None
-        ):  # whose scheduler sets it
+    theirs = source.states and MegatronState.of(source) is None  # Megatron's scheduler sets the rates
+    for number, group in enumerate(source.state.groups if theirs else ()):
+        if _LR not in group.fields and _WITH_RATE & group.fields.keys():
             raise Incomplete(
                 f"{source.root}: param group {number} of the optimizer has no {_LR!r}, without which no optimizer makes a step\n"
                 "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
@@ -276,6 +275,8 @@ def _halves(source: Source) -> list[tuple[str, str]]:
 
 
 _FACTORED, _ADAM, _LR = "exp_avg_sq_row", "adam", "lr"
+_WITH_RATE = frozenset({"weight_decay", "betas", "eps", "momentum"})
+"""Where one of them is, so is the rate; an elastic checkpoint of DeepSpeed's has none of a group's settings."""
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:
