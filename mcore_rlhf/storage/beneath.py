@@ -56,8 +56,7 @@ class Beneath:
     def __post_init__(self) -> None:
         flags = _FOLDER if self.own else _FOLDER & ~os.O_NOFOLLOW
         self._fd = os.open(self.root, flags)
-        if self.own and not is_own(self.root.parent, os.fstat(self._fd).st_uid):
-            self.close()
+        if self.own and not is_own(self.root.parent, os.fstat(self._fd).st_uid):  # __del__ closes it
             raise OSError(errno.EPERM, "is another user's", str(self.root))
 
     def close(self) -> None:
