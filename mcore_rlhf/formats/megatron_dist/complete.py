@@ -81,5 +81,6 @@ def _groups(folder: DistFolder) -> Iterator[str]:
     for (member, group), held in sorted(folder.groups.items()):
         for name in sorted(usual - held.keys()):
             yield f"data-parallel group {group} of chained optimizer {member} has no {name!r}, and others have"
-    for member, group in sorted({(key.member, key.group) for key in folder.flat} - folder.groups.keys()):
+    with_buckets = {(key.member, key.group) for key in folder.flat} if folder.groups else set()
+    for member, group in sorted(with_buckets - folder.groups.keys()):
         yield f"data-parallel group {group} of chained optimizer {member} has buckets, and no param groups"
