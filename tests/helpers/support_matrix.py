@@ -54,7 +54,7 @@ def _formats() -> Iterator[str]:
 
 def _summary(name: str) -> str:
     """The first line of what the format says of itself."""
-    return (type(format_named(name)).__doc__ or "").splitlines()[0].rstrip(".").replace("``", "`")
+    return (format_named(name).__doc__ or "").splitlines()[0].rstrip(".").replace("``", "`")
 
 
 def _pairs(zoo: Zoo) -> Iterator[str]:

@@ -33,7 +33,7 @@ class HfRunFormat(Format):
     model_folder = own_sidecar = True
 
     def __init__(self, files: RunFiles, weights: Sequence[Format]) -> None:
-        self.name, self.files, self.weights = files.format, files, tuple(weights)
+        self.name, self.__doc__, self.files, self.weights = files.format, files.says, files, tuple(weights)
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the trainer, or accelerate, is told to go on from it."""

@@ -31,6 +31,7 @@ class RunFiles:
 
     Args:
         format: What the command line calls it.
+        says: What it is, in a sentence.
         told: How whoever wrote it is told to load it, with ``{path}``.
         optimizer, scheduler: torch's state dicts.
         counters: JSON; empty where there is none.
@@ -41,6 +42,7 @@ class RunFiles:
     """
 
     format: str
+    says: str
     told: str
     optimizer: str
     scheduler: str
@@ -75,12 +77,14 @@ class RunFiles:
 
 
 TRANSFORMERS: RunFiles = RunFiles(
-    "hf-trainer", 'trainer.train(resume_from_checkpoint="{path}")',
+    "hf-trainer", "A ``checkpoint-N`` of transformers' ``Trainer``, or TRL's: weights, ``optimizer.pt``, ``trainer_state.json``.",
+    'trainer.train(resume_from_checkpoint="{path}")',
     "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
     {"random": "python", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"},
 )  # fmt: skip
 ACCELERATE: RunFiles = RunFiles(
-    "hf-accelerate", 'accelerator.load_state("{path}")',
+    "hf-accelerate", "A folder of accelerate's ``save_state``: weights, ``optimizer.bin``, ``random_states_0.pkl``.",
+    'accelerator.load_state("{path}")',
     "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
     {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
 )  # fmt: skip
