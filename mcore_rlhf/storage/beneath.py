@@ -56,7 +56,8 @@ class Beneath:
     def __post_init__(self) -> None:
         flags = _FOLDER if self.own else _FOLDER & ~os.O_NOFOLLOW
         self._fd = os.open(self.root, flags)
-        if self.own and not is_own(self.root.parent, os.fstat(self._fd).st_uid):  # __del__ closes it
+        if self.own and not is_own(self.root.parent, os.fstat(self._fd).st_uid):
+            self.close()
             raise OSError(errno.EPERM, "is another user's", str(self.root))
 
     def close(self) -> None:
@@ -170,11 +171,17 @@ class Beneath:
         if not above:
             yield self._fd, last
             return
-        folder = _folder(self._fd, above, make=make)
-        try:
+        with _closing(_folder(self._fd, above, make=make)) as folder:
             yield folder, last
-        finally:
-            os.close(folder)
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    """A descriptor that is let go in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def remove_beneath(root: Path, name: str | PurePath) -> bool:
@@ -236,13 +243,10 @@ def write_new(path: Path, data: bytes, *, fsync: bool = False) -> None:
         FileExistsError: Something is, be it a link that leads nowhere.
         OSError: It cannot be written.
     """
-    fd = os.open(path, _NEW, 0o666)
-    try:
+    with _closing(os.open(path, _NEW, 0o666)) as fd:
         pwrite_all(fd, memoryview(data), 0)
         if fsync:
             os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def write_over(path: Path, data: bytes, *, fsync: bool = False) -> None:
@@ -299,11 +303,8 @@ def append(path: Path, data: bytes) -> None:
     Raises:
         OSError: It cannot be written, or is a link.
     """
-    fd = open_to_append(path)
-    try:
+    with _closing(open_to_append(path)) as fd:
         write_all(fd, data)
-    finally:
-        os.close(fd)
 
 
 def copy_tree(
@@ -335,7 +336,7 @@ def copy_file(source: Path, target: Path) -> None:
     Raises:
         OSError: It cannot be read or written.
     """
-    with source.open("rb") as there, os.fdopen(os.open(target, _NEW, 0o666), "wb") as here:
+    with source.open("rb") as there, open_new(target) as here:
         shutil.copyfileobj(there, here)
 
 
@@ -406,11 +407,8 @@ def _folder(root: int, parts: list[str], *, make: bool) -> int:
         return fd
     fd = os.dup(root)
     for part in parts:
-        try:
-            below = _entered(fd, part, make=make)
-        finally:
-            os.close(fd)
-        fd = below
+        with _closing(fd):
+            fd = _entered(fd, part, make=make)
     return fd
 
 
@@ -447,10 +445,8 @@ def _removed(folder: int, name: str) -> bool:
         top = os.open(name, _FOLDER, dir_fd=folder)
     except FileNotFoundError:
         return False
-    try:
+    with _closing(top):
         _empty(top)
-    finally:
-        os.close(top)
     with suppress(FileNotFoundError):
         os.rmdir(name, dir_fd=folder)
     return True
@@ -465,16 +461,13 @@ def _empty(top: int) -> None:
                 _unlinked(top, name)
                 continue
             with suppress(FileNotFoundError):
-                below = os.open(name, _FOLDER, dir_fd=top)
-                try:
+                with _closing(os.open(name, _FOLDER, dir_fd=top)) as below:
                     for inner, inner_is_folder in _listed(below):
                         if not inner_is_folder:
                             _unlinked(below, inner)
                         elif not _was_empty(below, inner):
                             lifted += 1
                             os.rename(inner, f"{prefix}{lifted}", src_dir_fd=below, dst_dir_fd=top)
-                finally:
-                    os.close(below)
                 os.rmdir(name, dir_fd=top)
 
 
