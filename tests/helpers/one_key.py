@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 _DEPTH, _ALIKE = 6, 30
@@ -32,3 +34,14 @@ def without_key(tree: Any, at: At) -> Any:
         inner = _below(inner)[key]
     del _below(inner)[at[-1]]
     return tree
+
+
+def without_names(metadata: Any, names: Collection[str], path: Path) -> None:
+    """What torch's ``.metadata`` says, with nothing of some names, written anew."""
+    for name in names:
+        del metadata.state_dict_metadata[name]
+        if metadata.planner_data is not None:
+            metadata.planner_data.pop(name, None)
+    for index in [one for one in metadata.storage_data if one.fqn in names]:
+        del metadata.storage_data[index]
+    path.write_bytes(pickle.dumps(metadata))

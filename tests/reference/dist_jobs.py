@@ -72,14 +72,20 @@ def observe_dist(wanted: DistSession) -> Observation:
     return seen
 
 
+def write_in_this_process() -> None:
+    """Megatron's own queue of results spawns a process; all is in one here."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
+        setattr(filesystem_async, name, queue.Queue)
+
+
 def save(trainer: Trainer, root: Path, sharding: str, more: dict[str, Any]) -> None:
     """Write a torch_dist checkpoint of all ranks, and the tracker."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
-        setattr(filesystem_async, name, queue.Queue)  # its own one spawns a process; all is in this one here
+    write_in_this_process()
     folder = root / f"iter_{trainer.iteration:07d}"
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)

@@ -24,7 +24,7 @@ from megatron.training.arguments import parse_and_validate_args
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome
 from mcore_rlhf.trainers.settings_file import read_settings
-from tests.helpers.one_key import At, keys_of, without_key
+from tests.helpers.one_key import At, keys_of, without_key, without_names
 from tests.reference.pretrain_mock import datasets, forward_step
 
 SOURCE, OUT, SKIPPED = Path(os.environ["LOADS_FROM"]), Path(os.environ["SCRIPT_OUT"]), ("args",)
@@ -82,7 +82,11 @@ def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
         yield str(file.relative_to(root)), (), file.unlink
     for file in sorted(root.glob("iter_*/.metadata")):
         for name in pickle.loads(file.read_bytes()).state_dict_metadata:
-            yield str(file.relative_to(root)), (name,), lambda f=file, n=name: _forget(f, n)
+            yield (
+                str(file.relative_to(root)),
+                (name,),
+                lambda f=file, n=name: without_names(pickle.loads(f.read_bytes()), {n}, f),
+            )
     for file in sorted(root.glob("iter_*/metadata.json")):
         for name in json.loads(file.read_text()):
             yield (
@@ -99,15 +103,6 @@ def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
                 at,
                 lambda f=file, a=at: torch.save(without_key(torch.load(f, weights_only=False), a), f),
             )
-
-
-def _forget(file: Path, name: str) -> None:
-    """A tensor or an object of torch_dist is in no list any more."""
-    metadata = pickle.loads(file.read_bytes())
-    del metadata.state_dict_metadata[name]
-    for index in [one for one in metadata.storage_data if one.fqn == name]:
-        del metadata.storage_data[index]
-    file.write_bytes(pickle.dumps(metadata))
 
 
 def sweep(forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **more: Any) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 import os
-import queue
 import runpy
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from tests.reference import rollout_stubs
+from tests.reference import dist_jobs, rollout_stubs
 
 
 def main(job: dict[str, Any], rank: int) -> None:
@@ -41,11 +40,9 @@ def main(job: dict[str, Any], rank: int) -> None:
     keep_random_numbers_from_loaders()
     if job.get("rollouts"):
         rollout_stubs.stand_in_for_packages()
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import initialize, training
 
-    for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
-        setattr(filesystem_async, name, queue.Queue)  # its own one spawns a process; all is in this one here
+    dist_jobs.write_in_this_process()
     training.initialize_megatron = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
     initialize._compile_dependencies = lambda: None
     training.training_log = observed(training.training_log, job, rank)

@@ -19,7 +19,7 @@ import torch
 
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
-from tests.helpers.one_key import At, keys_of, without_key
+from tests.helpers.one_key import At, keys_of, without_key, without_names
 from tests.trainers.lab import Lab
 
 PACKAGES = {"verl": "verl-0.9.1", "openrlhf": "openrlhf-0.11.2", "rlinf": "RLinf-a3816b5", "nemo-rl": "NeMo-RL-7ea279a"}
@@ -60,7 +60,7 @@ def _how(file: Path) -> tuple[Any, Any, Any]:
             lambda tree, at, path: path.write_text(json.dumps(without_key(tree, at))),
         )
     if file.name == ".metadata":
-        return lambda path: pickle.loads(path.read_bytes()), _names, _without_name
+        return lambda path: pickle.loads(path.read_bytes()), _names, without_names
     if file.suffix == ".pt":
         return (
             lambda path: torch.load(path, weights_only=False),
@@ -78,16 +78,6 @@ def _names(metadata: Any) -> list[At]:
             re.sub(r"layers\.\d+\.[\w.]*?(weight|bias)|[\w.]*(embed_tokens|norm|lm_head)\.weight", "P", name), []
         ).append(name)
     return [(name,) for names in seen.values() for name in names[:2]]
-
-
-def _without_name(metadata: Any, at: At, path: Path) -> None:
-    (name,) = at
-    del metadata.state_dict_metadata[name]
-    if metadata.planner_data is not None:
-        metadata.planner_data.pop(name, None)
-    for index in [one for one in metadata.storage_data if one.fqn == name]:
-        del metadata.storage_data[index]
-    path.write_bytes(pickle.dumps(metadata))
 
 
 def _is_told_apart(at: At) -> bool:

@@ -13,8 +13,8 @@ from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
+from tests.helpers.one_key import without_names
 from tests.trainers.test_torchtitan import GOLDEN, golden_goes_on, needs_torchtitan, titan
-from tests.trainers.test_will_resume_keys import _without_name
 from tests.trainers.titan_jobs import SAVED, resume_without
 
 __all__ = ["titan"]  # a fixture
@@ -30,12 +30,8 @@ def _without(*ends: str) -> Change:
 
     def change(step: Path) -> None:
         metadata = pickle.loads((step / ".metadata").read_bytes())
-        for end in ends:
-            _without_name(
-                metadata,
-                (next(name for name in metadata.state_dict_metadata if name.endswith(end)),),
-                step / ".metadata",
-            )
+        gone = {next(name for name in metadata.state_dict_metadata if name.endswith(end)) for end in ends}
+        without_names(metadata, gone, step / ".metadata")
 
     return change
 

@@ -68,6 +68,10 @@ _UNFIT = re.compile("|".join((
     r"layer \d+ (has no |is missing)", r"(^|: )\S+\.(weight|bias) is missing", "which no parameter of the model",
     "computed from the model's parameters", "is true, but output_layer",
 )))  # fmt: skip
+_NOT_THERE = re.compile(
+    r"has neither common.pt nor |output_layer.weight is not there|: should have \d+ elements, has \d+"
+)
+"""How a reader says of a torch_dist folder that something is gone, where it could also be another run's."""
 _BUCKETS = r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?=optimizer/|per_bucket_)"
 _OF_BUCKETS = ("optimizer/shard_0_1", "per_bucket_numel/shard_0_1", "per_bucket_numel_unpadded/shard_0_1")
 _EMPTY, _MORE = (
@@ -85,9 +89,10 @@ def _lacks_tensors(seen: Seen) -> object:
     return seen.has(_PLAIN) and unfit and {"problem": problem}
 
 
-def _unasked(seen: Seen) -> object:
+def _unlisted(seen: Seen) -> object:
     """A folder of torch_dist lacks something, of the model or of the optimizer, that the loader asks for: ``{problem}``."""
-    return seen.has(*_DIST) and seen.held.problem and {"problem": seen.held.problem}
+    gone = seen.held.incomplete or _NOT_THERE.search(seen.held.problem)
+    return seen.has(*_DIST) and gone and {"problem": seen.held.problem}
 
 
 def _partial(seen: Seen) -> object:
@@ -172,7 +177,7 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
         without("metadata.json", "sharded_backend"), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
-        "CheckpointException", "_load_global_dist_base_checkpoint", _unasked, True),
+        "CheckpointException", "_load_global_dist_base_checkpoint", _unlisted, True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
         unlisted(".metadata", _BUCKETS, *_OF_BUCKETS), True),

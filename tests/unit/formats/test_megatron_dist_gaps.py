@@ -12,6 +12,7 @@ import pytest
 from mcore_rlhf.errors import CheckpointError, Incomplete
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from tests.helpers.one_key import without_names
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "megatron_dist"
 FULLY, BUCKETS = GOLDENS / "tp2pp2dp2_fully_reshardable", GOLDENS / "tp2pp2dp2_dp_reshardable"
@@ -22,13 +23,9 @@ def forgotten(golden: Path, folder: Path, gone: Callable[[str], bool]) -> Path:
     copy = Path(shutil.copytree(golden, folder / "copy"))
     for file in copy.rglob(".metadata"):
         metadata = pickle.loads(file.read_bytes())
-        names = [name for name in metadata.state_dict_metadata if gone(name)]
+        names = {name for name in metadata.state_dict_metadata if gone(name)}
         assert names
-        for name in names:
-            del metadata.state_dict_metadata[name]
-        for index in [one for one in metadata.storage_data if one.fqn in names]:
-            del metadata.storage_data[index]
-        file.write_bytes(pickle.dumps(metadata))
+        without_names(metadata, names, file)
     return copy
 
 
