@@ -202,6 +202,8 @@ PARAM = "param"
 MASTER = "master"
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+ADAMS = (MASTER, EXP_AVG, EXP_AVG_SQ)
+"""What Adam keeps of each parameter in mixed precision, in the usual order."""
 
 
 class TensorName(NamedTuple):

@@ -7,24 +7,18 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import filter as filter_names
 from pathlib import Path
-from traceback import extract_tb
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, PARAM
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,
     Incomplete,
-    LayoutMismatch,
     Lossy,
     NotACheckpoint,
-    Unforeseen,
     Unsupported,
-    Untrusted,
     UsageError,
     headline,
     log_of,
-    shown,
 )
 from mcore_rlhf.families.megatron.folders import TRACKER, newer_non_persistent, refuse_local
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -32,7 +26,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, files_below, human
+from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
@@ -40,6 +34,7 @@ from mcore_rlhf.suggestions import did_you_mean, hub_name
 from mcore_rlhf.trainers.known import TRAINERS
 
 from .base import Format
+from .believing import opened
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import APART
@@ -162,12 +157,12 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder; without the optimizer, where only that is not understood, or fits no other layout."""
     found = detect(folder)
     try:
-        return _opened(found, folder, options)
+        return opened(found, folder, options)
     except (Unsupported, Lossy) as error:
         if not (partial and options.optimizer):
             raise
         try:
-            source = _opened(found, folder, replace(options, optimizer=False))
+            source = opened(found, folder, replace(options, optimizer=False))
         except (Corrupt, Incomplete):  # more than not understood
             raise
         except CheckpointError:
@@ -177,106 +172,7 @@ def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
         return source
 
 
-def _opened(known: Format, folder: ReadablePath, options: ReadOptions) -> Source:
-    """What a reader makes of a folder, where it can be believed.
-
-    A reader of few lines looks at nothing twice: what surprises it is told of the folder, which may be a stranger's.
-
-    Raises:
-        Incomplete: A file is missing that the reader takes for granted.
-        Unforeseen: So is anything else.
-    """
-    try:
-        return _believable(known.read(folder, options))
-    except FileNotFoundError as error:
-        raise Incomplete(
-            f"{error.filename or folder}: is missing, and belongs to a checkpoint of format {known.name}"
-        ) from error
-    except _SURPRISES as error:
-        last = extract_tb(error.__traceback__)[-1]
-        raise Unforeseen(
-            f"{folder}: cannot be read as {known.name}: {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}\n"
-            "It is damaged, or of a writer that is not known here. Where that loads it, report this, with what --debug shows."
-        ) from error
-
-
-_SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SAID: Rule[Sequence[str]] = Rule(Fate.NOTE, "{text}", lambda texts: [{"text": text} for text in texts])
-_FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
-
-
-def _believable(source: Source) -> Source:
-    """The source, unless it says that more ranks wrote it than its files have bytes for: a new layout of as many would be made.
-
-    Raises:
-        Incomplete: Parameters lack a moment that Adam keeps of each, a group its learning rate, or there are states of what is no
-            parameter.
-        LayoutMismatch: It does. Few are always believed.
-        Untrusted: A tensor has a name that is no text, or a length below 0: no format could hold it.
-    """
-    for spec in source.model.params:
-        if spec.global_shape and min(spec.global_shape) < 0:
-            raise Untrusted(
-                f"{source.root}: {shown(spec.name)} has shape {spec.global_shape}: no tensor has a length below 0"
-            )
-        if not spec.name.isprintable() and SURROGATE.search(spec.name):
-            raise Untrusted(
-                f"{source.root}: the tensor {shown(spec.name)} has half a character in its name, which is no text"
-            )
-    params = {spec.name for spec in source.model.params}
-    for state, param in ((name.state, name.param) for name in source.catalog):
-        if state != PARAM and param not in params:
-            raise Incomplete(
-                f"{source.root}: has {state} of {shown(param)}, which no parameter of the model is called: its weight is "
-                "missing, or one of the two has another name\nCopy the checkpoint again from where it came from."
-            )
-    theirs = source.states and MegatronState.of(source) is None  # Megatron's scheduler sets the rates
-    for number, group in enumerate(source.state.groups if theirs else ()):
-        if _LR not in group.fields and _WITH_RATE & group.fields.keys():
-            raise Incomplete(
-                f"{source.root}: param group {number} of the optimizer has no {_LR!r}, without which no optimizer makes a step\n"
-                "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
-            )
-    if lacking := _halves(source):
-        name, gone = lacking[0]
-        raise Incomplete(
-            f"{source.root}: the optimizer has no {gone} of {name}{f' and of {len(lacking) - 1} more' if lacking[1:] else ''}, "
-            "but its other moment: it is incomplete\n"
-            "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
-        )
-    ranks, stored = source.parallel.world_size, sum(file.nbytes for file in source.files)
-    if ranks > _FEW_RANKS + stored // _BYTES_OF_A_RANK:
-        raise LayoutMismatch(
-            f"{source.root}: says that {ranks:,} ranks wrote it ({source.parallel}), and all its files together have {human(stored)}\n"
-            "The degrees in it are damaged or forged: take the files that belong together."
-        )
-    return source
-
-
-def _halves(source: Source) -> list[tuple[str, str]]:
-    """Parameters with one of Adam's two moments where others of their param group have both, each with the other one's name.
-
-    Where none of a group has a second moment it was no Adam: Lion keeps one, also beside groups that Adam trains, as Megatron has it
-    do, whose groups do not list their parameters. Adafactor keeps a second moment alone of vectors, and factors of it of matrices.
-    """
-    if EXP_AVG_SQ not in source.states or _FACTORED in source.states:
-        return []
-    first, second = ({name.param for name in source.catalog if name.state == state} for state in (EXP_AVG, EXP_AVG_SQ))
-    if first == second:
-        return []
-    group = {param: number for number, of in enumerate(source.state.groups) for param in of.params}
-    adams = {group.get(param) for param in second}
-    if source.state.args.get("optimizer", _ADAM) != _ADAM:
-        adams.discard(None)
-    return sorted(
-        [(param, EXP_AVG) for param in second - first]
-        + [(param, EXP_AVG_SQ) for param in first - second if group.get(param) in adams]
-    )
-
-
-_FACTORED, _ADAM, _LR = "exp_avg_sq_row", "adam", "lr"
-_WITH_RATE = frozenset({"weight_decay", "betas", "eps", "momentum"})
-"""Where one of them is, so is the rate; an elastic checkpoint of DeepSpeed's has none of a group's settings."""
 
 
 def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, ReadOptions]:

@@ -64,15 +64,10 @@ def refuse_part(source: Source, args: Arguments, to: str) -> None:
         Unsupported: It is a part.
     """
     names = [spec.name for spec in source.model.params]
-    layers = len({layer_of(name) for name in names} - {None})
+    layers, wanted = len(_layers_in(names)), args.optional("num_layers") or 0
     lost = list(lacking(names, args))
-    if (
-        not lost
-        and 0 < layers < (args.optional("num_layers") or 0)
-        and args.pattern is None
-        and not _made_elsewhere(args)
-    ):
-        lost = [f"{layers} decoder layers are there, and args.num_layers is {args.integer('num_layers')}"]
+    if 0 < layers < wanted and args.pattern is None and not _made_elsewhere(args):
+        lost.append(f"{layers} decoder layers are there, and args.num_layers is {wanted}")
     if lost:
         more = f", and {len(lost) - 1} more" if lost[1:] else ""
         raise Unsupported(
@@ -88,8 +83,10 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
         names: Every parameter of the whole model.
         args: The run's.
     """
-    names = [name for name in names if _OF_ADAPTER not in name]
-    layers = {layer for name in names if (layer := layer_of(name)) is not None}
+    names = dict.fromkeys(
+        sorted(name for name in names if _OF_ADAPTER not in name)
+    )  # looked up, and gone through in order
+    layers = _layers_in(names)
     if not layers or (_made_elsewhere(args) and args.pattern is None):
         return
     if len(layers) <= max(layers):
@@ -99,8 +96,12 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
     if not any(map(_FINAL_NORM.match, names)):
         yield "decoder.final_layernorm.weight is missing"
     yield from _of_layers(names, args.pattern.layers if args.pattern is not None else "")
-    yield from _of_pairs({*names})
+    yield from _of_pairs(names)
     yield from _of_experts(names, args.num_experts or 0)
+
+
+def _layers_in(names: Collection[str]) -> set[int]:
+    return {layer for name in names if (layer := layer_of(name)) is not None}
 
 
 def _made_elsewhere(args: Arguments) -> bool:
@@ -116,7 +117,7 @@ def _of_layers(names: Collection[str], kinds: str) -> Iterator[str]:
         kinds: A symbol for each layer, where they are of several kinds; each kind then has the same keys in all layers.
     """
     suffixes: dict[int, frozenset[str]] = {}
-    for name in sorted(names):
+    for name in names:
         layer = layer_of(name)
         if layer is not None and (kinds or _EVERY_LAYER.search(name)) and not is_routed_expert(name):
             suffixes[layer] = suffixes.get(layer, frozenset()) | {name.partition(f"layers.{layer}.")[2]}
@@ -130,7 +131,7 @@ def _of_layers(names: Collection[str], kinds: str) -> Iterator[str]:
 
 
 def _of_pairs(names: Collection[str]) -> Iterator[str]:
-    for name in sorted(names):
+    for name in names:
         if (layer := layer_of(name)) is None:
             continue
         at, dot, of_layer = name.partition(f"layers.{layer}.")
@@ -142,7 +143,7 @@ def _of_pairs(names: Collection[str]) -> Iterator[str]:
 def _of_experts(names: Collection[str], experts: int) -> Iterator[str]:
     """Each of the routed experts has what the first has."""
     numbers: dict[str, set[int]] = {}
-    for name in sorted(names):
+    for name in names:
         if is_routed_expert(name) and (number := expert_of(name)) is not None:
             numbers.setdefault(renumbered(name, 0, -number), set()).add(number)
     for first, found in numbers.items():

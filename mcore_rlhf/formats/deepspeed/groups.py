@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from mcore_rlhf.core.account import same
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Shape
+from mcore_rlhf.core.catalog import ADAMS, MASTER, Shape
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
@@ -22,7 +22,6 @@ from .files import momentum_is_flat, momentum_is_unreduced
 from .tag import OpenedTag
 
 _STEP = "step"
-_ELEMENTWISE = (MASTER, EXP_AVG, EXP_AVG_SQ)
 """States that have one value per element, whoever trains."""
 
 
@@ -230,7 +229,7 @@ def _check_length(
         f"{pt.directory.path}: {key} of the {group} has {numel} elements; "
         f"its {len(group.names)} parameters over {group.geometry.dp} ranks make {wanted}"
     )
-    if key in _ELEMENTWISE:
+    if key in ADAMS:
         problems.add(LayoutMismatch, text, "The model files and the optimizer files are of different runs.")
     else:
         advice = "This optimizer keeps a state that is not one value per element; --no-optimizer converts the weights."

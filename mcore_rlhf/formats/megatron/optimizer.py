@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, FLOATING, MASTER, row_major
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, FLOATING, MASTER, row_major
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
@@ -102,7 +102,7 @@ def read_optimizer(
         raise Incomplete(
             f"{shards[0].pt.directory.path}: args say that Adam trained it, and no parameter has {EXP_AVG_SQ}\n{LEFT}"
         )
-    usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
+    usual = [state for state in ADAMS if state in found]
     reading.states = (*usual, *sorted(found - set(usual)))
     with_state = {name for _, _, name in reading.places}
     reading.frozen = frozenset(trained - with_state)

@@ -7,14 +7,14 @@ Source: megatron-core 0.19.2, ``core/optimizer/distrib_optimizer.py`` (``sharded
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
 
-from .folders import DistFolder
+from .folders import DistFolder, ShardKey
 from .objects import EXTRA, RERUN_RANKS, RNG
 from .optimizer import states_in
 
@@ -33,15 +33,18 @@ def require_entries(folder: DistFolder, args: Arguments, *, optimizer: bool) -> 
         Incomplete: There are gaps; all of them are listed.
     """
     problems = Problems()
+    objects: dict[str, list[ShardKey]] = {}
+    for one in folder.objects:
+        objects.setdefault(one.key, []).append(one)
     of_optimizer = (*_orphans(folder), *_buckets(folder, args), *_groups(folder)) if optimizer else ()
-    for text in (*_opaque(folder), *_of_ranks(folder), *of_optimizer):
+    for text in (*_opaque(folder, objects), *_of_ranks(objects), *of_optimizer):
         problems.add(Incomplete, f"{folder.located.folder}: {text}", _ADVICE)
     problems.raise_if_any()
 
 
 def _orphans(folder: DistFolder) -> Iterator[str]:
     """Adam's states of what is no weight."""
-    for state in (MASTER, EXP_AVG, EXP_AVG_SQ):
+    for state in ADAMS:
         for key, tensor in folder.tensors.get(state, {}).items():
             if key not in folder.model:
                 yield f"{tensor.fqn} is there, and {key} is missing, whose state it is"
@@ -55,11 +58,10 @@ def _buckets(folder: DistFolder, args: Arguments) -> Iterator[str]:
         yield f"the buckets of the optimizer have no {state}, which a distributed optimizer always saves"
 
 
-def _opaque(folder: DistFolder) -> Iterator[str]:
+def _opaque(folder: DistFolder, objects: Mapping[str, Sequence[ShardKey]]) -> Iterator[str]:
     """A stack of layers has an opaque value for each of them, or for none."""
-    for key in dict.fromkeys(one.key for one in folder.objects if one.key.endswith(f".{EXTRA}")):
-        weight = folder.model.get(f"{key.removesuffix(EXTRA)}weight")
-        found = [one for one in folder.objects if one.key == key]
+    for key, found in objects.items():
+        weight = folder.model.get(f"{key.removesuffix(EXTRA)}weight") if key.endswith(f".{EXTRA}") else None
         if weight is None or not found[0].shape or found[0].shape[:1] != weight.global_shape[:1]:
             continue
         there = {one.index[0] for one in found}
@@ -67,10 +69,10 @@ def _opaque(folder: DistFolder) -> Iterator[str]:
             yield f"{key} of layer {layer} is missing, and others are there"
 
 
-def _of_ranks(folder: DistFolder) -> Iterator[str]:
+def _of_ranks(objects: Mapping[str, Sequence[ShardKey]]) -> Iterator[str]:
     """What every rank of a grid has a part of: the list says how large the grid is."""
     for key in (RNG, RERUN_RANKS):
-        found = [one for one in folder.objects if one.key == key]
+        found = objects.get(key)
         if found and len(found) < prod(found[0].shape):
             yield f"{key} is of {len(found)} ranks, and says that there are {prod(found[0].shape)}"
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.catalog import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    FLOAT32,
-    MASTER,
-    PARAM,
-    Shape,
-)
+from mcore_rlhf.core.catalog import ADAMS, FLOAT32, MASTER, PARAM, Shape
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_groups
@@ -81,7 +74,7 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
                 "Convert the weights alone with --no-optimizer."
             )
         return OptimizerValues()
-    usual = [state for state in (MASTER, EXP_AVG, EXP_AVG_SQ) if state in found]
+    usual = [state for state in ADAMS if state in found]
     flatly = [_tree(folder, objects) for objects in folder.groups.values()]
     listed = [member for member in members if not flatly or "param_groups" in inner_state(member)] + flatly
     groups = merged_groups([_groups(folder, member) for member in listed])
@@ -107,7 +100,7 @@ def _has_distributed(folder: DistFolder) -> bool:
 def _odd_states(folder: DistFolder) -> dict[str, list[str]]:
     """States of an optimizer for matrices that do not move with the elements of a weight: factors, rows of it, numbers."""
     found: dict[str, list[str]] = {}
-    for state in folder.tensors.keys() - {PARAM, MASTER, EXP_AVG, EXP_AVG_SQ}:
+    for state in folder.tensors.keys() - {PARAM, *ADAMS}:
         for key, tensor in folder.tensors[state].items():
             param = folder.model.get(key)
             if param is None or not _alike(tensor.global_shape, param.global_shape):
@@ -222,13 +215,10 @@ def trained_states(
         lacking = [state for state in usual[kinds[spec.name]] if state not in there]
         if there and [state for state in lacking if (state, spec.dtype) != (MASTER, FLOAT32)]:
             text = f"{spec.name}: has {', '.join(there)}, but no {', '.join(lacking)}"
-            kind = Unsupported if matrices or not _ADAMS.issuperset(lacking) else Incomplete
+            kind = Unsupported if matrices or set(lacking) - {*ADAMS} else Incomplete
             problems.add(kind, text, "It may be another optimizer's. --no-optimizer converts the weights alone.")
     problems.raise_if_any()
     return {name: states for name, states in found.items() if states}
-
-
-_ADAMS = frozenset({MASTER, EXP_AVG, EXP_AVG_SQ})
 
 
 def states_in(keys: Sequence[FlatKey]) -> set[str]:
