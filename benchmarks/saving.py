@@ -310,7 +310,7 @@ def row_27(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
 
 
 def row_21(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
-    """As row 10 and 8, with the model on a GPU; nothing where there is none."""
+    """As rows 10, 25 and 8, with the model on a GPU; nothing where there is none."""
     if not torch.cuda.is_available():
         print("row 21 needs a CUDA device")
         return
@@ -343,6 +343,7 @@ def row_21(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
         1 / 6,
         f"ours {ours:.3f} s",
     )
+    yield from _behind_passes(live, pinned, name, rounds)
     torch.save({"model": live.module.state_dict()}, live.folder / FILE)
     engine, request = TorchEngine(live.module), LoadRequest(live.folder, "actor")
 
@@ -367,6 +368,46 @@ def row_21(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
         True,
     )
     shutil.rmtree(live.folder)
+
+
+def _behind_passes(live: _Live, pinned: Callable[[], None], name: str, rounds: int) -> Iterator[Row]:
+    """Row 25 on a GPU: what a save behind eight times its copy's time of passes costs, when the GPU has come to their end."""
+    some = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def product() -> None:
+        some @ some
+        torch.cuda.synchronize()
+
+    product()
+    passes = max(1, round(8 * timed(pinned).wall / timed(product).wall))
+
+    def step(manager: CheckpointManager | None) -> None:
+        if manager is not None:
+            live.save(manager, blocking=False)
+        for _ in range(passes):
+            some @ some
+        if manager is not None:
+            manager.before_step()
+        torch.cuda.synchronize()
+
+    with live.manager("now") as now, live.manager("later", lazy_snapshot=True) as later:
+        contest = Contest(
+            {"pinned": pinned, "alone": lambda: step(None), "now": lambda: step(now), "later": lambda: step(later)},
+            before=lambda: (now.wait(), later.wait(), live.forget()),
+        ).run(rounds)
+    taken = {key: [sample.wall for sample in samples] for key, samples in contest.samples.items()}
+    for key, bar, aim in (("later", 0.1, 0.05), ("now", 1.3, 1.1)):
+        exposed = Spread([(a - b) / c for a, b, c in zip(taken[key], taken["alone"], taken["pinned"], strict=True)])
+        kind = "a lazy save, fence included," if key == "later" else "a save that copies at once"
+        yield Row(
+            21,
+            f"exposed stall of {kind} ÷ copy into pinned memory, {name}",
+            exposed.median,
+            "×",
+            bar,
+            aim,
+            str(exposed),
+        )
 
 
 def _dcp_stall(live: _Live, rounds: int) -> float:

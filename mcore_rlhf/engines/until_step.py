@@ -124,11 +124,17 @@ def hook_all(fence: Callable[[torch.optim.Optimizer], None]) -> Callable[[], Non
 
 
 def _calls_hooks(optimizer: object) -> bool:
-    """Whether its ``step`` is one that torch has wrapped, as it does when an optimizer is made.
+    """Whether its ``step`` is one that torch has wrapped, as it does when an optimizer is made, and is called whenever it steps.
 
-    Source: torch 2.13.0, ``torch/optim/optimizer.py`` (``Optimizer._patch_step_function``).
+    One that is made for CUDA graphs may step by the replay of a graph, which calls nothing.
+
+    Sources: torch 2.13.0, ``torch/optim/optimizer.py`` (``Optimizer._patch_step_function``), ``torch/optim/adamw.py``; megatron-core
+    0.19.2, ``optimizer/__init__.py`` (``optimizer_cuda_graph``); Transformer Engine 2.9, ``pytorch/optimizers/fused_adam.py``.
     """
-    return isinstance(optimizer, torch.optim.Optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
+    if not isinstance(optimizer, torch.optim.Optimizer) or not getattr(type(optimizer).step, "hooked", False):
+        return False
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return not (getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups))
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

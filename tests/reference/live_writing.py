@@ -91,7 +91,7 @@ def _write(file: LiveFile, path: Path, offsets: dict[str, int]) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         for segment in file.segments:
-            data = segment.tensor.reshape(-1).view(torch.uint8).numpy().data
+            data = segment.tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
             assert os.pwrite(fd, data, offsets[segment.label] + segment.byte_offset) == segment.nbytes
     finally:
         os.close(fd)

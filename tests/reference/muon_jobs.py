@@ -236,7 +236,7 @@ def remainders() -> Iterator[None]:
 
 @contextmanager
 def offloading() -> Iterator[None]:
-    """What Megatron asks of a tensor before it moves it to the CPU: all are on a GPU, but those that it has moved.
+    """What Megatron asks of a tensor before it moves it to the CPU: all are on a GPU, but those that it has moved. On a GPU they are.
 
     And remainders are on by default, as with Transformer Engine 2.1; who offloads keeps none.
     """
@@ -262,10 +262,14 @@ def offloading() -> Iterator[None]:
                 setattr(torch.Tensor, name, method)
             del torch.Tensor.is_cuda
 
-    if dealt.__name__ != as_on_a_gpu.__name__:  # lasts as long as the process: a load deals them anew
+    if (
+        dealt.__name__ != as_on_a_gpu.__name__ and not torch.cuda.is_available()
+    ):  # lasts as long as the process: a load deals them anew
         HybridDeviceOptimizer._get_sub_optimizer_param_groups = as_on_a_gpu  # type: ignore[method-assign]
     asked = optimizer_config.is_te_min_version, optimizer.Adam
-    optimizer_config.is_te_min_version, optimizer.Adam = lambda *_, **__: True, torch.optim.AdamW
+    optimizer_config.is_te_min_version = lambda *_, **__: True
+    # Megatron tells by the class which of its optimizers are on the CPU: where some are not, theirs has to be another than AdamW
+    optimizer.Adam = torch.optim.Adam if torch.cuda.is_available() else torch.optim.AdamW
     try:
         yield
     finally:

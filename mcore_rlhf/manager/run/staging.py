@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -28,6 +29,7 @@ WINDOW_BYTES = 1 << 20
 _PIECE_BYTES = 4 << 20
 """So much is copied at a time behind training, and handed on; the writer's windows are within it."""
 _ALIGNMENT = 64
+_Lined: TypeAlias = "tuple[int, torch.Tensor, str]"
 _LOOK_S = 0.25
 
 
@@ -51,8 +53,8 @@ class Staged:
 
 
 Share: TypeAlias = "Segment | Staged"
-"""What a rank puts into a record: a segment that nothing changes while it is written (in a blocking save, or a copy), or what a stream
-brings of one."""
+"""What a rank puts into a record: a segment that nothing changes while it is written, in a blocking save, or what a stream brings of
+one."""
 
 
 def windows(share: Share) -> Iterator[memoryview]:
@@ -128,14 +130,15 @@ class Stream:
     Args:
         room: The host memory.
         sources: Where it begins in the stream, what comes, and its name; first to last, without gaps but for alignment.
-        side: By GPU, the stream on which it is copied, which waits for what training has queued so far.
+        side: By GPU, the stream on which it is copied: behind what training has queued so far, and, where it is training's own, ahead of
+            what it queues next.
         changed: Says what of the live tensors is no longer as it was when the snapshot was taken; None where all is.
     """
 
     def __init__(
         self,
         room: torch.Tensor,
-        sources: Sequence[tuple[int, torch.Tensor, str]],
+        sources: Sequence[_Lined],
         side: dict[torch.device, torch.cuda.Stream] | None = None,
         changed: Callable[[], CheckpointError | None] = lambda: None,
     ) -> None:
@@ -169,19 +172,21 @@ class Stream:
         self._begun = True
         threading.Thread(target=self.run, args=(_PIECE_BYTES,), name="mcore_rlhf copy", daemon=True).start()
 
+    def queue(self) -> None:
+        """Copy all now; what lies on a GPU is only queued there, and who reads it waits."""
+        self._queue(None, [])
+
     def run(self, piece: int | None = None) -> None:
         """Copy all, or until it is cancelled.
 
         Args:
             piece: At most so many bytes at a time; None for as many as there are in one place.
         """
-        still_read = []  # by a GPU: who lets it go lets others have its memory, so all are held until the streams have come to their ends
+        still_read = list[
+            _Source
+        ]()  # by a GPU: who lets it go lets others have its memory, so all are held until the streams have ended
         try:
-            while self._sources:
-                start, source = self._sources.popleft()
-                self._copy(start, source, piece)
-                if source.tensor.is_cuda:
-                    still_read.append(source)
+            self._queue(piece, still_read)
             with self._news:
                 self._queued = True
                 self._news.notify_all()
@@ -200,6 +205,13 @@ class Stream:
                 self._sources.clear()
                 self._ended.set()
                 self._news.notify_all()
+
+    def _queue(self, piece: int | None, still_read: list[_Source]) -> None:
+        while self._sources:
+            start, source = self._sources.popleft()
+            self._copy(start, source, piece)
+            if source.tensor.is_cuda:
+                still_read.append(source)
 
     def _come_to_the_end(self) -> None:
         for stream in self._side.values():
@@ -359,7 +371,7 @@ class HostStaging:
         waits: Callable[[str, Segment], bool] = lambda folder, segment: False,
         changed: Callable[[], CheckpointError | None] = lambda: None,
     ) -> tuple[list[StepFile], Stream]:
-        """Prepare the copy of all segments; those that cannot wait are copied now.
+        """Prepare the copy of all segments; those that cannot wait are copied now, which on a GPU is to be queued now.
 
         Args:
             files: In the order in which they are written.
@@ -374,26 +386,24 @@ class HostStaging:
             self._last.join()
         coming = [(file, segment) for file in files for segment in file.live.segments]
         later = {id(segment) for file, segment in coming if waits(file.folder, segment)}
-        at_once = [segment for _, segment in coming if later and id(segment) not in later]
+        at_once = [(file, segment) for file, segment in coming if later and id(segment) not in later]
         streamed = [(file, segment) for file, segment in coming if not later or id(segment) in later]
-        first = sum(_padded(segment.nbytes) for segment in at_once)
+        first = sum(_padded(segment.nbytes) for _, segment in at_once)
         room = self._room(sum(_padded(segment.nbytes) for _, segment in streamed), first)
         self._make(first + room)
-        side = self._side_streams(segment.tensor for _, segment in streamed)
-        held, sources, at = self._held(at_once), list[tuple[int, torch.Tensor, str]](), 0
-        places: dict[int, int] = {}
-        for file, segment in streamed:
-            sources.append((at, as_bytes(segment.tensor), f"{file.folder}/{file.live.path}, record {segment.label}"))
-            places[id(segment)], at = at, at + _padded(segment.nbytes)
-        self._last = stream = Stream(self._buffer[first : first + room], sources, side, changed)
-
-        def share(segment: Segment) -> Share:
-            if id(segment) in held:
-                return held[id(segment)]
-            return Staged(segment.label, segment.byte_offset, segment.nbytes, places[id(segment)], stream)
-
+        ahead, behind = _lined_up(at_once), _lined_up(streamed)
+        now = Stream(
+            self._buffer[:first], ahead, {device: torch.cuda.current_stream(device) for device in _gpus_of(ahead)}
+        )
+        now.queue()
+        self._last = stream = Stream(self._buffer[first : first + room], behind, self._side_streams(behind), changed)
+        shares = {
+            id(segment): Staged(segment.label, segment.byte_offset, segment.nbytes, start, brings)
+            for brings, sources, some in ((now, ahead, at_once), (stream, behind, streamed))
+            for (start, _, _), (_, segment) in zip(sources, some, strict=True)
+        }
         return [
-            StepFile(file.folder, replace(file.live, segments=()), [share(segment) for segment in file.live.segments])
+            StepFile(file.folder, replace(file.live, segments=()), [shares[id(one)] for one in file.live.segments])
             for file in files
         ], stream
 
@@ -401,16 +411,6 @@ class HostStaging:
         """Give the memory back."""
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._last = None
-
-    def _held(self, segments: Sequence[Segment]) -> dict[int, Share]:
-        """Copies of what cannot wait, at the buffer's beginning."""
-        held, at = dict[int, Share](), 0
-        for segment in segments:
-            aside = self._buffer[at : at + segment.nbytes]
-            aside.copy_(as_bytes(segment.tensor))
-            held[id(segment)] = Segment(segment.label, segment.byte_offset, aside)
-            at += _padded(segment.nbytes)
-        return held
 
     def _room(self, needed: int, besides: int = 0) -> int:
         """How much of it a stream is given: whole pieces, where it is used again."""
@@ -431,14 +431,27 @@ class HostStaging:
             self._buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
             self._buffer.zero_()
 
-    def _side_streams(self, tensors: Iterator[torch.Tensor]) -> dict[torch.device, torch.cuda.Stream]:
+    def _side_streams(self, sources: Sequence[_Lined]) -> dict[torch.device, torch.cuda.Stream]:
         """A stream for each GPU, behind what training has queued."""
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        devices = _gpus_of(sources)
         for device in devices:
             if device not in self._side:
                 self._side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._side[device].wait_stream(torch.cuda.current_stream(device))
         return {device: self._side[device] for device in devices}
+
+
+def _lined_up(some: Sequence[tuple[StepFile, Segment]]) -> list[_Lined]:
+    """Where each begins in a stream of them, its bytes, and its name."""
+    starts = accumulate((_padded(segment.nbytes) for _, segment in some), initial=0)
+    return [
+        (start, as_bytes(segment.tensor), f"{file.folder}/{file.live.path}, record {segment.label}")
+        for start, (file, segment) in zip(starts, some, strict=False)
+    ]
+
+
+def _gpus_of(sources: Sequence[_Lined]) -> set[torch.device]:
+    return {tensor.device for _, tensor, _ in sources if tensor.is_cuda}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
