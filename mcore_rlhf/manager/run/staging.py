@@ -182,9 +182,8 @@ class Stream:
         Args:
             piece: At most so many bytes at a time; None for as many as there are in one place.
         """
-        still_read = list[
-            _Source
-        ]()  # by a GPU: who lets it go lets others have its memory, so all are held until the streams have ended
+        # by a GPU: who lets it go lets others have its memory, so all are held until the streams have ended
+        still_read: list[_Source] = []
         try:
             self._queue(piece, still_read)
             with self._news:
