@@ -178,6 +178,8 @@ class _FolderReader:
             else None
         )
         whole = not any(ParamSpec(n, s.shape, s.record.dtype, REPLICATED).quantized for n, s in params.items())
+        if EMBEDDING in twice:  # the head is the owner
+            shapes[EMBEDDING] = shapes[twice[EMBEDDING]]
         check_config(self.config, shapes, tied, str(self.path / CONFIG), whole=whole)
 
     def _check_state(

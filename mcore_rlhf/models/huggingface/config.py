@@ -387,7 +387,7 @@ _SHOWN = 3
 
 
 def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterator[str]:
-    """What speaks against a description, one line each; nothing where it is of an architecture in no table.
+    """What speaks against a description, one line each; nothing where it is of an architecture in no table, or all names are others.
 
     Args:
         config: The description.
@@ -397,16 +397,16 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterat
         (known,), sizes = architecture_of(config), sizes_of_config(config)
     except (CheckpointError, ValueError):
         return
-    if _EMBEDDING not in shapes:
-        return
     layers = max((int(match[1]) for name in shapes if (match := _LAYER.match(name))), default=-1) + 1
     spelling = Spelling(known.implementation or LOCAL, SEQUENTIAL)
     rows = tuple(filled(known, replace(sizes, mtp=max(0, layers - sizes.layers)), spelling))
+    expected = {tensor for row in rows for tensor in row.tensors}
+    if expected.isdisjoint(shapes):
+        return
     yield from _other_shapes(rows, shapes)
     if any(name.endswith(_PACKED) for name in shapes):  # named as in memory
         return
     yield from _listed(known, "lacks", _missing(known, sizes, rows, shapes))
-    expected = {tensor for row in rows for tensor in row.tensors}
     yield from _listed(known, "has no place for", _strange(sizes, expected, shapes))
 
 

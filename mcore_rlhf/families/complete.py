@@ -1,0 +1,91 @@
+"""What a model under a module's own names lacks: as the table of its class says, where that is known, and as its other layers do."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from mcore_rlhf.core.facts import Fate, Rule
+from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.models.huggingface.config import misfits, text_of
+
+from .module import ModuleState
+from .source import Source
+
+_NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.)")
+_ADDED = ("lora_", ".adapter.", "modules_to_save.")
+"""What adapters add, which some layers may have and others not."""
+_SHOWN = 3
+_USUAL = 4
+"""So many alike, and more than there are otherwise, say how a member of a row is made; stages of models of images differ, and are fewer."""
+_ADVICE = (
+    "A tensor is missing or of another model, or the description is: copy the checkpoint again from where it came from, or give "
+    "--reference-config."
+)
+GAPS: Rule[Sequence[str]] = Rule(Fate.NOTE, "{text}", lambda texts: [{"text": text} for text in texts])
+"""What is said of :func:`gaps`: some classes are made so, and no table knows all."""
+
+
+def require_described(source: Source) -> None:
+    """See that the tensors are those of the class that the model's description names, where its tensors are known.
+
+    Args:
+        source: An opened checkpoint, with what lies beside it.
+
+    Raises:
+        LayoutMismatch: Some are missing, of other shapes, or of another class.
+    """
+    family = ModuleState.of(source)
+    if family is None or not family.config or family.without_frozen or source.model.quantized:
+        return
+    shapes = source.model.shapes
+    shapes |= {alias: shapes[owner] for alias, owner in family.shared.items() if owner in shapes}
+    found = list(misfits(text_of(family.config), shapes))
+    if found:
+        raise LayoutMismatch(
+            f"{source.root}: its tensors are not those of its config.json: {'; '.join(found)}\n{_ADVICE}"
+        )
+
+
+def gaps(source: Source) -> Iterator[str]:
+    """Layers, or experts, that lack what most others of their row have, a sentence for each row and kind of gap.
+
+    Args:
+        source: An opened checkpoint; of Megatron's names, and of a part of a model, nothing is said.
+    """
+    family = ModuleState.of(source)
+    if family is None or family.without_frozen:
+        return
+    for row, members in _rows(spec.name for spec in source.model.params).items():
+        if any("." in key for keys in members.values() for key in keys):  # a block, not a list of plain modules
+            yield from _of_row(row, {number: frozenset(keys) for number, keys in members.items()})
+
+
+def _rows(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
+    """For each row of modules, as ``model.layers``, what each of its numbers has."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        if not any(mark in name for mark in _ADDED):
+            for number in _NUMBER.finditer(name):
+                row = found.setdefault(name[: number.start() - 1], {})
+                row.setdefault(int(number[0]), set()).add(name[number.end() + 1 :])
+    return found
+
+
+def _of_row(row: str, members: dict[int, frozenset[str]]) -> Iterator[str]:
+    counted = Counter(members.values())
+    usual = max(counted.values())
+    absent = max(members) + 1 - len(members)
+    if absent and usual >= _USUAL and 2 * usual > len(members):
+        first = next(number for number in range(len(members) + 1) if number not in members)
+        more = f" and {absent - 1} more are" if absent > 1 else " is"
+        yield f"{row}.{first}{more} not there, and there is {row}.{max(members)}"
+    for keys, count in counted.items():
+        more_of = {other: times for other, times in counted.items() if keys < other and times >= max(_USUAL, count + 1)}
+        if more_of:
+            most, times = max(more_of.items(), key=lambda item: item[1])
+            lacking, first = sorted(most - keys), min(number for number, found in members.items() if found == keys)
+            shown = ", ".join(lacking[:_SHOWN]) + (", …" if len(lacking) > _SHOWN else "")
+            others = f" nor have {count - 1} more" if count > 1 else ""
+            yield f"{row}.{first} has no {shown}{others}, and {times} others have"
