@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.engines.base import LiveState, LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run import job
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
@@ -369,6 +370,22 @@ def save_steps(root: Path, *steps: int, numel: int = NUMEL) -> list[float]:
             live.reset(step)
             manager.save(step)
     return torch.rand(3).tolist()
+
+
+def save_in_waves(root: Path, limit: int, numel: int, more: int) -> tuple[int, int, bool]:
+    """Save through less memory than is copied, the first rank with a tensor more; what was reserved and held, and whether all came back."""
+    live, state = engine(1, numel), RlhfState(extra={"replay": torch.arange(more)} if dist.get_rank() == 0 else {})
+    with CheckpointManager(root, live, state=state, options=options(max_host_memory=limit)) as manager:
+        manager.reserve()
+        reserved = manager._saver._staging.nbytes
+        manager.save(1)
+        manager.wait()
+        held = manager._saver._staging.nbytes
+    fresh, found = engine(2, numel), RlhfState()
+    with CheckpointManager(root, fresh, state=found, options=options()) as manager:
+        manager.load()
+    back = all(torch.equal(fresh.values[name], values) for name, values in live.values.items())
+    return reserved, held, back and torch.equal(found.extra["replay"], torch.arange(more))  # type: ignore[arg-type]
 
 
 def save_among_others(root: Path) -> list[tuple[str, str]]:

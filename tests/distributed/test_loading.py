@@ -166,3 +166,11 @@ def test_a_copy_under_another_name(pool: WorkerPool, root: Path) -> None:
     results = pool.run(jobs.load_and_tell, root, str(root.parent / "best of all"), world_size=3, timeout=60)
     assert [result["step"] for result in results] == [2, 2, 2]
     assert torch.equal(torch.tensor(joined(results)["weights.pt"]), torch.tensor(values(3, 2)["weights.pt"]))
+
+
+def test_ranks_of_a_host_share_what_they_may_hold_as_they_need_it(pool: WorkerPool, tmp_path: Path) -> None:
+    """Two vectors of 36 MiB on three ranks, and 48 MiB more on the first: of 60 MiB it is given 36, and each other one 12."""
+    mib = 1 << 20
+    told = pool.run(jobs.save_in_waves, tmp_path, 60 * mib, 9 * mib, 6 * mib, world_size=3, timeout=120)
+    assert [reserved // mib for reserved, _, _ in told] == [36, 12, 12]
+    assert all(held == reserved and back for reserved, held, back in told)

@@ -106,7 +106,6 @@ class CheckpointManager:
 
     def _take_root(self, hosts: Sequence[str]) -> None:
         first = {host: hosts.index(host) for host in hosts}  # of every host its first rank
-        self._saver.share_memory(hosts.count(self.world.host))
         if self.world.commits:
             self._lock = RootLock(self.root)
             self._saver.hold = self._lock.hold
@@ -264,7 +263,7 @@ class CheckpointManager:
         self._saver.before_step()
 
     def reserve(self) -> None:
-        """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others."""
+        """Make the host memory that an asynchronous save needs, so that the first one is as quick as the others; on all ranks."""
         self._saver.reserve()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from .policies import SaveClock
 from .progress import Progress
 from .retention import Retention, leave_behind, move_aside, refuse_others, remember
 from .snapshot import Components, Snapshot, accounted, described, staged
-from .staging import HostStaging
+from .staging import HostStaging, needed
 from .steps import Step
 from .world import World, raisable
 from .write import Earlier
@@ -103,9 +103,12 @@ class Saver:
         copied_at = time.monotonic()
         try:
             failed = self._opened(opened, step)
-            copy = partial(self._snapshot, opened, blocking, failed is None)
-            snapshot = self.world.on_all_ranks(f"saving step {step}", copy)
+            describe = partial(self._described, opened, failed is None)
+            snapshot = self.world.on_all_ranks(f"saving step {step}", describe)
             accounted(snapshot, self.world)
+            if not blocking:  # otherwise nothing runs while it is written
+                self._share_memory(snapshot)
+                self.world.on_all_ranks(f"copying step {step}", partial(self._copy, snapshot))
         except BaseException as error:
             opened.abort(word_of(self.world, error))
             raise
@@ -257,14 +260,19 @@ class Saver:
         if error is not None:
             self.reporter.say("failed", None, f"while another error was on its way: {error}")
 
-    def share_memory(self, ranks: int) -> None:
-        """So many ranks share this host's memory: what is the limit is each one's part of it."""
-        if self.options.max_host_memory is not None:
-            self._staging.limit = self.options.max_host_memory // ranks
-
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs."""
-        self._staging.reserve(described(self.parts, self.world, 0).files)
+        snapshot = described(self.parts, self.world, 0)
+        self._share_memory(snapshot)
+        self._staging.reserve(snapshot.files)
+
+    def _share_memory(self, snapshot: Snapshot) -> None:
+        """Of what all ranks of this host may take together, each has as large a part as of what they copy; collective."""
+        if self.options.max_host_memory is not None:
+            mine = needed(snapshot.files)
+            asked = self.world.all_gather((self.world.host, mine))
+            together = sum(nbytes for host, nbytes in asked if host == self.world.host)
+            self._staging.limit = self.options.max_host_memory * mine // max(1, together)
 
     def close(self) -> None:
         """Give the memory back; what is not in the mirror is the next start's."""
@@ -357,18 +365,18 @@ class Saver:
         if self.world.has_who_commits and not self.world.commits:
             opened.join()
 
-    def _snapshot(self, opened: Transaction, blocking: bool, is_open: bool) -> Snapshot:
-        """A blocking save needs no copy: nothing runs while it is written."""
+    def _described(self, opened: Transaction, is_open: bool) -> Snapshot:
         if is_open:
             self._in_time(partial(self._see, opened))
-        snapshot = described(self.parts, self.world, opened.step)
-        if not blocking:
-            snapshot.still = self._fence.of(self.parts.roles) if self.options.lazy_snapshot else {}
-            stream = staged(snapshot, self._staging)
-            if not (snapshot.still or stream.wraps):
-                stream.run()
-                stream.finish()
-        return snapshot
+        return described(self.parts, self.world, opened.step)
+
+    def _copy(self, snapshot: Snapshot) -> None:
+        """Copy it now, or begin to: as the options say, and as much memory as there is."""
+        snapshot.still = self._fence.of(self.parts.roles) if self.options.lazy_snapshot else {}
+        stream = staged(snapshot, self._staging)
+        if not (snapshot.still or stream.wraps):
+            stream.run()
+            stream.finish()
 
     def _run(self, job: SaveJob) -> None:
         started = time.monotonic()

@@ -362,7 +362,7 @@ class HostStaging:
 
     def reserve(self, files: Sequence[StepFile]) -> None:
         """Make room for a snapshot of these files, and touch it: the system hands out memory at the first touch only."""
-        self._make(self._room(sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)))
+        self._make(self._room(needed(files)))
 
     def staged(
         self,
@@ -438,6 +438,11 @@ class HostStaging:
                 self._side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._side[device].wait_stream(torch.cuda.current_stream(device))
         return {device: self._side[device] for device in devices}
+
+
+def needed(files: Sequence[StepFile]) -> int:
+    """Bytes of host memory that a copy of all their segments takes."""
+    return sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)
 
 
 def _lined_up(some: Sequence[tuple[StepFile, Segment]]) -> list[_Lined]:
