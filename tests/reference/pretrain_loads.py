@@ -24,11 +24,12 @@ from megatron.training.arguments import parse_and_validate_args
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome
 from mcore_rlhf.trainers.settings_file import read_settings
-from tests.helpers.one_key import At, keys_of, without_key, without_names
+from tests.helpers.one_key import At, keys_of, object_in, without_in_object, without_key, without_names
 from tests.reference.pretrain_mock import datasets, forward_step
 
 SOURCE, OUT, SKIPPED = Path(os.environ["LOADS_FROM"]), Path(os.environ["SCRIPT_OUT"]), ("args",)
 """``args`` has hundreds of keys, which are those that Megatron compares; a few are taken."""
+_OF_FLAT = ("optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1",)
 _OF_ARGS = ("consumed_train_samples", "iteration", "num_layers", "tensor_model_parallel_size")
 
 
@@ -76,8 +77,14 @@ def _same(one: Any, other: Any) -> bool:
     return bool(torch.equal(one, other)) if torch.is_tensor(one) else bool(one == other)
 
 
+def _looked_at(tree: Any) -> list[At]:
+    """Where something is taken; none where there is no such thing."""
+    found = () if tree is None else keys_of(tree)
+    return [at for at in found if len(at) <= 5 and not (at[0] in SKIPPED and len(at) > 1 and at[1] not in _OF_ARGS)]
+
+
 def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
-    """Each file and key, and what takes it; of torch_dist the files themselves, too, and the names in ``.metadata``."""
+    """Each file and key, and what takes it; of torch_dist the files themselves, too, the names in ``.metadata``, and keys of objects."""
     for file in sorted(path for path in root.glob("iter_*/*") if path.is_file()):
         yield str(file.relative_to(root)), (), file.unlink
     for file in sorted(root.glob("iter_*/.metadata")):
@@ -87,6 +94,13 @@ def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
                 (name,),
                 lambda f=file, n=name: without_names(pickle.loads(f.read_bytes()), {n}, f),
             )
+        for name in ("common_state/shard_0_1", *_OF_FLAT):
+            for at in _looked_at(object_in(file.parent, name)):
+                yield (
+                    str(file.relative_to(root)),
+                    (name, *at),
+                    lambda f=file, n=name, a=at: without_in_object(f.parent, n, a),
+                )
     for file in sorted(root.glob("iter_*/metadata.json")):
         for name in json.loads(file.read_text()):
             yield (
@@ -95,9 +109,7 @@ def _removals(root: Path) -> Iterator[tuple[str, At, Callable[[], object]]]:
                 lambda f=file, n=name: f.write_text(json.dumps(without_key(json.loads(f.read_text()), (n,)))),
             )
     for file in sorted(path for path in root.glob("iter_*/**/*.pt") if path.is_file()):
-        for at in keys_of(torch.load(file, weights_only=False)):
-            if len(at) > 5 or (at[0] in SKIPPED and len(at) > 1 and at[1] not in _OF_ARGS):
-                continue
+        for at in _looked_at(torch.load(file, weights_only=False)):
             yield (
                 str(file.relative_to(root)),
                 at,

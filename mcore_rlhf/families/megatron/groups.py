@@ -8,7 +8,7 @@ Sources: megatron-core 0.16.1, ``optimizer/__init__.py`` (``get_standard_config_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -141,25 +141,55 @@ class Membership:
         Raises:
             LayoutMismatch: No group, or more than one, fits.
         """
+        fits = self._fitting(name, ndim, groups)
+        if len(fits) > 1 and self.args.flag("use_mup"):
+            fits = [index for index in fits if self._has_other_rate(groups[index].fields) == self._scaled(name, ndim)]
+        if len(fits) != 1:
+            raise self._unfit(name, ndim, groups, fits)
+        return fits[0]
+
+    def require(self, file: str, params: Iterable[tuple[str, int]], groups: Sequence[ParamGroup], apart: bool) -> None:
+        """Check that each parameter has a group, where which of several that is does not matter.
+
+        Args:
+            file: Where the groups are.
+            params: Names, and how many dimensions each has.
+            groups: Those of one chained optimizer, or of all.
+            apart: Whether experts are trained apart.
+
+        Raises:
+            LayoutMismatch: One has none: a group is gone, and no loader of Megatron's goes on without it.
+        """
+        of_both = len({group.expert for group in groups}) > 1
+        kinds: dict[tuple[object, ...], tuple[str, int]] = {}
+        for name, ndim in params:
+            expert = of_both and apart and is_routed_expert(name)
+            kind = (self.wd_mult(name, ndim), self.decoupled(name), is_matrix(name, ndim), expert)
+            kinds.setdefault(kind, (name, ndim))
+        for (*_, expert), (name, ndim) in kinds.items():
+            own = [group for group in groups if not of_both or group.expert == expert]
+            if not self._fitting(name, ndim, own):
+                unfit = self._unfit(name, ndim, own, [])
+                raise LayoutMismatch(f"{file}: {unfit}")
+
+    def _fitting(self, name: str, ndim: int, groups: Sequence[ParamGroup]) -> list[int]:
         wd_mult, decoupled, matrices = self.wd_mult(name, ndim), self.decoupled(name), of_matrices(groups)
-        fits = [
+        return [
             index
             for index, group in enumerate(groups)
             if _wd_mult(group.fields) == wd_mult
             and self._is_decoupled(group.fields) == decoupled
             and (len(set(matrices)) < 2 or matrices[index] == is_matrix(name, ndim))
         ]
-        if len(fits) > 1 and self.args.flag("use_mup"):
-            fits = [index for index in fits if self._has_other_rate(groups[index].fields) == self._scaled(name, ndim)]
-        if len(fits) != 1:
-            apart = _differences([groups[index].fields for index in fits])
-            raise LayoutMismatch(
-                f"{name}: {len(fits)} of the {len(groups)} param groups have weight-decay multiplier {wd_mult}"
-                f"{' and a decoupled learning rate' if decoupled else ''}, expected one"
-                f"{f'; they differ in {apart}, and nothing says which parameters have which' if apart else ''}\n"
-                "Say which group it belongs to with --rules (wd_mult), or convert the weights alone with --no-optimizer."
-            )
-        return fits[0]
+
+    def _unfit(self, name: str, ndim: int, groups: Sequence[ParamGroup], fits: Sequence[int]) -> LayoutMismatch:
+        apart = _differences([groups[index].fields for index in fits])
+        return LayoutMismatch(
+            f"{name}: {len(fits)} of the {len(groups)} param groups have weight-decay multiplier {self.wd_mult(name, ndim)}"
+            f"{' and a decoupled learning rate' if self.decoupled(name) else ''}, expected one"
+            f"{f'; they differ in {apart}, and nothing says which parameters have which' if apart else ''}\n"
+            "Say which group it belongs to with --rules (wd_mult), or convert the weights alone with --no-optimizer."
+        )
 
     def _scaled(self, name: str, ndim: int) -> bool:
         """Whether muP scales the rate of a parameter: of all matrices but embeddings, and with SGD of everything else."""

@@ -198,16 +198,20 @@ def _read_flat(
 ) -> None:
     if shard.distrib is None:
         return
-    numel = sum(param.numel for param in params)
+    numel, apart = sum(param.numel for param in params), run.args.experts_apart(run.parallel)
     contents = member_contents(shard.distrib.tree, shard.distrib.file, chained)
-    for member, content in zip(chained, contents, strict=True):
-        owned = [param for param in params if member.owns(param, run.args.experts_apart(run.parallel))]
+    groups = [groups_of(stored, shard.pt) for stored in _members(shard)]
+    for number, (member, content) in enumerate(zip(chained, contents, strict=True)):
+        owned = [param for param in params if member.owns(param, apart)]
         if content is None:
             if owned and (shard.at.holds_expert_optimizer if member.expert else shard.at.holds_dense_optimizer):
                 raise Incomplete(
                     f"{shard.distrib.file}: the state of {'expert' if member.expert else 'dense'} parameters is missing"
                 )
             continue
+        if len(groups) == len(chained):
+            trained = ((param.name, len(param.shape)) for param in owned)
+            Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
 
         def layout(candidates: Sequence[LocalParam], member: ChainedOptimizer = member) -> list[object]:
             return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import require_complete
-from mcore_rlhf.families.megatron.groups import look_at_optimizer
+from mcore_rlhf.families.megatron.groups import Membership, look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.new_layout import NewLayout
@@ -320,6 +320,10 @@ class _DistReader:
             return model
         frozen = [spec.name for spec in model.params if spec.trainable and spec.name not in trained]
         note_frozen(frozen, self.notes)
+        params = ((spec.name, len(spec.global_shape)) for spec in model.params if spec.name in trained)
+        apart = self.args.experts_apart(self.parallel)
+        membership = Membership(self.args, self.options.rules)
+        membership.require(self.folder.common_file, params, self.optimizer.groups, apart)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
     def _counted(self) -> tuple[StoredFile, ...]:

@@ -107,7 +107,8 @@ def _partial(seen: Seen) -> object:
 def _unlike(seen: Seen) -> object:
     """The distributed optimizer's file is not what its reader knows: ``{problem}``."""
     problem = seen.held.problem or seen.held.unread
-    return "distrib_optim" in problem and not _lacks_tensors(seen) and {"problem": problem}
+    named = "distrib_optim" in problem or "distributed optimizer: buffer" in problem
+    return named and not _lacks_tensors(seen) and {"problem": problem}
 
 
 def _uncompared(seen: Seen) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,14 @@ from mcore_rlhf.core.catalog import BFLOAT16
 from mcore_rlhf.errors import LayoutMismatch, Lossy
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import ChainedOptimizer, LocalParam, Membership, groups_for, merged_groups
+from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec, Rule, Rules
 from tests.helpers.conversions import GOLDENS, Conversions, golden
+from tests.helpers.damage import edited
+from tests.unit.formats.refusal import refused
 
 DECAYED = ParamGroup({"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 1e-3, "step": 2, "is_expert_parallel": False})
 SPARED = ParamGroup({"wd_mult": 0.0, "lr_mult": 1.0, "max_lr": 1e-3, "step": 2, "is_expert_parallel": False})
@@ -156,3 +162,20 @@ def test_experts_that_are_dealt_out_again_have_megatrons_groups(conversions: Con
     again = conversions.reading(conversions.of(together, ep=2, dp=2))
     for old, new in zip(golden(name).ranks, again.ranks, strict=True):
         assert new.model["optimizer"] == old.model["optimizer"]
+
+
+GROUPLESS = [
+    ("megatron/tp2pp2dp2_bf16_do", "iter_0000002/mp_rank_01_001/model_optim_rng.pt"),
+    ("megatron_dist/tp2pp2dp2_fully_reshardable", "iter_0000002/common.pt"),
+]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize(("name", "file"), GROUPLESS)
+def test_a_group_is_gone_that_parameters_belong_to(name: str, file: str, gone: int, tmp_path: Path) -> None:
+    """Of any rank's file: a distributed optimizer's loader takes groups by what they are, and fails with a KeyError."""
+    root = Path(shutil.copytree(GOLDENS.parent / name, tmp_path / "source"))
+    with edited(root / file) as tree:
+        del tree["optimizer"]["optimizer"]["param_groups"][gone]
+    refused(root, LayoutMismatch, file.rpartition("/")[2], "0 of the 1 param groups have weight-decay multiplier")
+    assert open_without_manifest(root, ReadOptions(optimizer=False)).optimizer is None
