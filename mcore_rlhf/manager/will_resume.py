@@ -21,6 +21,7 @@ from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
+from mcore_rlhf.storage.dcp.folder import object_in
 from mcore_rlhf.storage.dcp.metadata import read_metadata
 from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
@@ -29,7 +30,7 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
 from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
-from mcore_rlhf.trainers.resuming import Held, Loader, Outcome, Prospect, Seen, Settings
+from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
@@ -285,8 +286,16 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
-    """The keys of what ``torch.save`` or JSON put into a file, as deep as an optimizer's are told apart; a DCP folder's names."""
+    """The keys of what ``torch.save`` or JSON put into a file, as deep as an optimizer's are told apart; a DCP folder's names.
+
+    Megatron-core puts each object into a list of one.
+    """
+    file, inside, item = name.partition(INSIDE)
     try:
+        if inside:
+            stored = object_in((folder / file).parent, item)
+            one = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+            return frozenset(_paths(one, "", _DEPTH))
         if name.rpartition("/")[2] == METADATA_FILE:
             found = read_metadata((folder / name).parent)
             return frozenset((*found.tensors, *found.objects))

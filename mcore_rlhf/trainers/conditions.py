@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
-from .resuming import MOST_RANKS, Seen
+from .resuming import INSIDE, MOST_RANKS, Seen
 
 
 def lacks(*patterns: str) -> Callable[[Seen], object]:
@@ -30,21 +30,22 @@ def broken(*patterns: str) -> Callable[[Seen], object]:
     return when
 
 
-def without(pattern: str, *keys: str, inside: str = "") -> Callable[[Seen], object]:
+def without(pattern: str | tuple[str, ...], *keys: str, inside: str = "") -> Callable[[Seen], object]:
     """A file that fits can be read, and lacks a key: ``{file}`` and ``{key}``.
 
     Args:
-        pattern: Of the file.
+        pattern: Of the file, or several; see :meth:`.Seen.places`.
         keys: Each a key, or several with ``|`` between them, of which one is enough.
         inside: A key with a ``/`` behind it: only where something lies there, which the keys are looked for in.
     """
+    patterns = (pattern,) if isinstance(pattern, str) else pattern
 
     def when(seen: Seen) -> object:
-        for name in seen.matching(pattern):
+        for name in seen.places(*patterns):
             there = {key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)}
             gone = [key for key in keys if there.isdisjoint(key.split("|"))]
             if there and gone:
-                return {"file": name, "key": inside + gone[0].partition("|")[0]}
+                return {"file": name.replace(INSIDE, ": "), "key": inside + gone[0].partition("|")[0]}
         return None
 
     return when

@@ -45,6 +45,8 @@ class Outcome(str, Enum):
         return self not in {Outcome.RESTORED, Outcome.ABSENT}
 
 
+INSIDE = "//"
+"""Between a DCP folder's ``.metadata`` and the name of an object in it, whose keys are asked for."""
 MOST_RANKS = 1 << 20
 """More do not load a checkpoint, whatever a configuration says."""
 OF_OPTIMIZER = (Thing.OPTIMIZER, Thing.GROUPS)
@@ -153,8 +155,8 @@ class Seen:
         held: What a reader finds.
         settings: The configuration.
         world: Ranks that are to load; None where nobody says, and they are as many as saved.
-        keys: Gives the keys of what a file of the model's folder, or of the step's, holds, those of nests with ``/``; none where it
-            holds no such thing.
+        keys: Gives the keys of what a file of the model's folder, or of the step's, or an object in it (see :meth:`places`), holds,
+            those of nests with ``/``; none where it holds no such thing.
     """
 
     role: str
@@ -169,6 +171,18 @@ class Seen:
     def matching(self, *patterns: str) -> list[str]:
         """The model's files that a pattern fits, in order."""
         return sorted(name for name in self.files if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+    def places(self, *patterns: str) -> list[str]:
+        """The model's files that a pattern fits, and, of patterns with ``//``, the objects of a DCP folder: ``.metadata//name``.
+
+        Args:
+            patterns: Of files; behind ``//`` one of names in the ``.metadata`` before it.
+        """
+        found = self.matching(*(one for one in patterns if INSIDE not in one))
+        for file, _, item in (one.partition(INSIDE) for one in patterns if INSIDE in one):
+            named = ((name, key) for name in self.matching(file) for key in self.keys(name))
+            found += sorted(f"{name}{INSIDE}{key}" for name, key in named if fnmatchcase(key, item))
+        return found
 
     def has(self, *patterns: str) -> bool:
         """Whether a file of the model fits a pattern."""

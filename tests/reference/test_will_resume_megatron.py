@@ -81,9 +81,9 @@ _DISTRIBUTED, _TORCH_DIST = "--use-distributed-optimizer", ("--ckpt-format", "to
 KINDS = {
     "distributed": ([_DISTRIBUTED], 80),
     "plain": ([], 140),
-    "torch_dist": ([_DISTRIBUTED, *_TORCH_DIST], 30),
-    "torch_dist, fully reshardable": ([_DISTRIBUTED, *_TORCH_DIST, "--dist-ckpt-optim-fully-reshardable"], 50),
-    "torch_dist, plain": ([*_TORCH_DIST], 50),
+    "torch_dist": ([_DISTRIBUTED, *_TORCH_DIST], 80),
+    "torch_dist, fully reshardable": ([_DISTRIBUTED, *_TORCH_DIST, "--dist-ckpt-optim-fully-reshardable"], 80),
+    "torch_dist, plain": ([*_TORCH_DIST], 80),
 }
 """Options, and at least how many things there are to take."""
 
@@ -105,7 +105,7 @@ def test_each_key_of_each_file_taken(scripts: Scripts, kind: str, tmp_path: Path
         later = any("first step" in why or "by position" in why for restored, why in told.values() if not restored)
         same = row["stops"] == isinstance(real, str) or (later and "optimizer" in lost)
         same = same and all(told[thing][0] == (thing not in lost) for thing in real if not isinstance(real, str))
-        if not same:
+        if not same and not row["doubtful"]:
             wrong.append(row)
     assert not wrong
     assert len(taken) > fewest

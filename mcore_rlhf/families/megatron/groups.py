@@ -161,12 +161,12 @@ class Membership:
             LayoutMismatch: One has none: a group is gone, and no loader of Megatron's goes on without it.
         """
         of_both = len({group.expert for group in groups}) > 1
-        kinds: dict[tuple[object, ...], tuple[str, int]] = {}
+        kinds: dict[tuple[float, bool, bool, bool], tuple[str, int]] = {}
         for name, ndim in params:
             expert = of_both and apart and is_routed_expert(name)
             kind = (self.wd_mult(name, ndim), self.decoupled(name), is_matrix(name, ndim), expert)
             kinds.setdefault(kind, (name, ndim))
-        for (*_, expert), (name, ndim) in kinds.items():
+        for (_, _, _, expert), (name, ndim) in kinds.items():
             own = [group for group in groups if not of_both or group.expert == expert]
             if not self._fitting(name, ndim, own):
                 unfit = self._unfit(name, ndim, own, [])

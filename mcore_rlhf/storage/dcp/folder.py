@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, row_major
 from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported
 
 from ..checksum import crc32
 from ..paths import ReadablePath
@@ -437,3 +437,16 @@ def unwrap(folder: DcpFolder, fqn: str) -> Any:
     inner = item_directory(file, fqn, data.byte_offset, data.nbytes)
     found = load_tree(file, inner, folder.stubs)
     return found.materialize(found.tree)
+
+
+def object_in(folder: ReadablePath, fqn: str) -> object:
+    """What lies under a name that is no tensor's, with stubs in place of tensors; of the folder nothing else is looked at.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    place = read_metadata(folder).places.get((fqn, None))
+    if place is None:
+        raise Incomplete(f"{folder / METADATA_FILE}: lists no object {fqn}\n{RESTORE}")
+    file = opened(folder / place.file)
+    return load_tree(file, item_directory(file, fqn, place.offset, place.length), ()).tree

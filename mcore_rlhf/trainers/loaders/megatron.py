@@ -10,7 +10,7 @@ import re
 
 from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, unlisted, without
 from mcore_rlhf.trainers.megatron import LM
-from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
+from mcore_rlhf.trainers.resuming import INSIDE, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PLAIN, _DIST = "mp_rank_*/*", (".metadata", "*.distcp")
@@ -47,14 +47,17 @@ def _bound_to_layout(seen: Seen) -> bool:
 
 _IN_SCHEDULER = "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict"
 _MODEL, _DISTRIB = "*model_optim_rng.pt", "*distrib_optim.pt"
+_COMMON = (_MODEL, "*common.pt", "*.metadata//common_state/*")
+"""What is not a tensor's of any rank: in each rank's file, in a file of its own, or, since 0.19, in an object."""
+_FLAT_GROUPS = "*.metadata//*optimizer.distributed.dp_group_idx_*.optimizer/*"
 _RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
 _COMPARED = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
+    *_DEGREES,
 )
+"""Degrees last: of a torch_dist folder they are not compared."""
 _GROUP = ("wd_mult|pre_wd_mult", "lr_mult|pre_lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _OF_SOME = ("max_lr", "min_lr")
 """What groups are told apart by in 0.19, and did not have before."""
@@ -111,9 +114,15 @@ def _unlike(seen: Seen) -> object:
     return named and not _lacks_tensors(seen) and {"problem": problem}
 
 
+def _dealt_flat(seen: Seen) -> bool:
+    """A torch_dist folder has a distributed optimizer, as its args say, and that is to be loaded."""
+    is_wanted = not seen.settings.says("finetune", "no_load_optim")
+    return is_wanted and seen.has(*_DIST) and seen.held.args.get("use_distributed_optimizer") is True
+
+
 def _uncompared(seen: Seen) -> object:
     """Stored ``args`` lack one that is compared: ``{key}``."""
-    gone = [name for name in _COMPARED if name not in seen.held.args]
+    gone = [name for name in _COMPARED[: None if seen.has(_PLAIN) else -len(_DEGREES)] if name not in seen.held.args]
     return seen.held.args and not seen.held.problem and {"key": gone[0]} if gone else None
 
 
@@ -128,13 +137,13 @@ def _unsized(seen: Seen) -> object:
 
 def _in_groups(seen: Seen) -> object:
     """A param group lacks what tells it from others, whichever chained optimizer it is of: ``{file}`` and ``{key}``."""
-    for name in seen.matching(_MODEL):
+    for name in seen.places(*_COMMON, _FLAT_GROUPS):
         keys = seen.keys(name)
         for group in sorted({found[0] for key in keys if (found := _A_GROUP.match(key))}):
             others = [key for key in _OF_SOME if any(_A_GROUP.sub("", one) == key for one in keys)]
             for wanted in (*_GROUP, *others):
                 if not any(f"{group}{one}" in keys for one in wanted.split("|")):
-                    return {"file": name, "key": group + wanted.partition("|")[0]}
+                    return {"file": name.replace(INSIDE, ": "), "key": group + wanted.partition("|")[0]}
     return None
 
 
@@ -166,7 +175,7 @@ def _hollow(seen: Seen) -> object:
     return None
 
 
-_A_GROUP = re.compile(r"optimizer/(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
+_A_GROUP = re.compile(r"(?:optimizer/)?(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
 
 
 ROWS = rows_of(
@@ -182,11 +191,12 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
         unlisted(".metadata", _BUCKETS, *_OF_BUCKETS), True),
+    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
+        "load_checkpoint", both(_dealt_flat, without(_COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
-        without(_MODEL, "iteration|total_iters"), True),
+        without(_COMMON, "iteration|total_iters"), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
-        "check_checkpoint_args", both(without(_MODEL, "checkpoint_version"), lambda seen: {"file": "model_optim_rng.pt", "key":
-        "checkpoint_version"} if seen.held.args or seen.held.problem else None)),
+        "check_checkpoint_args", both(lambda seen: seen.held.args or seen.held.problem, without(_COMMON, "checkpoint_version"))),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
         "check_checkpoint_args", both(lambda seen: not seen.settings.says("finetune"), _uncompared), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
@@ -219,6 +229,9 @@ ROWS = rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "distrib_optim.pt is missing, or is not whole: {problem}", "load_checkpoint", _unlike, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no numel_unpadded of a buffer: a KeyError",
         "megatron/core/optimizer/distrib_optimizer.py:load_parameter_state_from_dp_zero", _unsized, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: an AssertionError",
+        "megatron/core/optimizer/distrib_optimizer.py:load_state_dict",
+        both(_dealt_flat, without(_COMMON[1:], "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type")), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _hollow, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
         without(_MODEL, "optimizer|0", inside="optimizer/"), True),
@@ -243,10 +256,10 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        without(_MODEL, *_SCHEDULE, inside="opt_param_scheduler/"), True),
+        without(_COMMON, *_SCHEDULE, inside="opt_param_scheduler/"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.matching(_MODEL)),
-             without(_MODEL, *_WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
+        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_COMMON)),
+             without(_COMMON, *_WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
         _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",
