@@ -21,7 +21,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.urls import write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
-from mcore_rlhf.trainers.table import Trainer
+from mcore_rlhf.trainers.table import STEP, Trainer
 
 from .rlhf.data_state import WHERE
 from .runs import run_at
@@ -31,6 +31,8 @@ _LAYOUTS = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Options that mean a Megatron layout."""
 _SAMPLES = "consumed_train_samples"
 _STATEFUL, _DATA = "stateful", "data"
+_LOADERS = ("_num_yielded", "_snapshot")
+"""What a loader's state has, of one without workers and with. Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py``."""
 OF_TRAINER = "trainer"
 """Whose a step is that was written for another trainer, in what its manifest reports."""
 
@@ -193,6 +195,45 @@ def _known(step: int, args: Mapping[str, object]) -> dict[str, object]:
 
 def _unsaid(args: Mapping[str, object]) -> str:
     return "" if isinstance(args.get(_SAMPLES), int) else "; nothing says how many samples were consumed: 0"
+
+
+def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
+    """The loader's state as the trainer's own file, where the source's trainer has it among its first model's values (OpenRLHF).
+
+    Args:
+        found: Gets it; a file of the source goes before.
+        trainer: Whose run it is.
+        opened: The first model.
+    """
+    if not trainer.data or trainer.data in (*found.files, *found.texts):
+        return
+    state = opened.state
+    asking = ((trained, name) for trained in TRAINERS for name, what in trained.asks.items() if what == _DATA)
+    for former, key in asking:
+        position = state.other.get(key)
+        if not position:  # a run of one that has no loader, or had none before
+            continue
+        steps = [state.other.get(name) for name, what in former.asks.items() if what == STEP]
+        if wrong := _unfit(position, steps, state.iteration):
+            found.report.add(Fate.LOST, f"{key}: {wrong}; {trainer.title} begins its data anew")
+            continue
+        try:
+            found.texts[trainer.data] = saved(position, trainer.data)
+        except CheckpointError as error:
+            found.report.add(Fate.LOST, f"{key}: {error}")
+            continue
+        text = f"{key}, among the values of the first model, as {trainer.data}: for the same data in the same order"
+        found.report.add(Fate.KEPT, text)
+        return
+
+
+def _unfit(position: object, steps: list[object], step: int) -> str:
+    """Why what should be the state of a ``StatefulDataLoader`` at a step is not; empty where it is."""
+    if not isinstance(position, Mapping) or position.keys().isdisjoint(_LOADERS):
+        return f"has none of {', '.join(_LOADERS)}, which a StatefulDataLoader of torchdata has"
+    if steps != [step]:  # values that were carried through a run which went on
+        return f"is of step {', '.join(map(str, steps))}, and the model of step {step}"
+    return ""
 
 
 def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, object]) -> None:

@@ -17,17 +17,24 @@ from tests.trainers.lab import PROJECT
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("workers", "histories"), [(0, 20), (2, 2)])
 def test_crashes(trainers: Path, rng: random.Random, workers: int, histories: int) -> None:
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [PROJECT, trainers / "needs"])), OMP_NUM_THREADS="1")
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.trainers.torchdata_job",
-        str(rng.randrange(1 << 30)),
-        str(workers),
-        str(histories),
+    numbers = map(str, (rng.randrange(1 << 30), workers, histories))
+    assert lines_of(trainers, "torchdata_job", *numbers) == [
+        f"{one}: 0 repeated, 0 skipped" for one in range(histories)
     ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("to", ["verl", "rlinf"])
+def test_a_loader_goes_on_from_openrlhfs_position(trainers: Path, rng: random.Random, to: str, workers: int) -> None:
+    numbers = map(str, (rng.randrange(1 << 30), workers))
+    assert lines_of(trainers, "position_job", to, *numbers)[-1] == "7 batches, the same"
+
+
+def lines_of(trainers: Path, job: str, *arguments: str) -> list[str]:
+    """What a process prints that has torchdata."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [PROJECT, trainers / "needs"])), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.trainers.{job}", *arguments]
     done = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"{number}: 0 repeated, 0 skipped" for number in range(histories)]
+    return done.stdout.splitlines()

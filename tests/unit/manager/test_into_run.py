@@ -126,6 +126,42 @@ def test_what_openrlhf_asks_of_the_actors_client_state_is_there(tmp_path: Path) 
     assert again.lossless, "what is there already is not made again"
 
 
+@pytest.mark.parametrize(("to", "place"), [("verl", "data.pt"), ("rlinf", "data/data.pt")])
+def test_the_position_among_openrlhfs_values_becomes_a_file(tmp_path: Path, to: str, place: str) -> None:
+    done = into(OPENRLHF, tmp_path / "out", to, reference_config=str(RUNS / "config.json"))
+    file = OPENRLHF / "_actor" / "global_step3" / "mp_rank_00_model_states.pt"
+    before = torch.load(file, weights_only=False)["data_loader_state_dict"]
+    after = torch.load(tmp_path / "out" / "global_step_3" / place, weights_only=True)
+    generators = [one["_sampler_iter_state"]["sampler_iter_state"].pop("generator") for one in (before, after)]
+    assert torch.equal(*generators)
+    assert after == before
+    assert after["_num_yielded"] == 3
+    assert done.lossless, done.account.lost
+
+
+@pytest.mark.parametrize(
+    ("planted", "said"),
+    [
+        ({"global_step": 2}, "is of step 2, and the model of step 3"),
+        ({"global_step": [3]}, "is of step [3], and the model of step 3"),
+        ({"data_loader_state_dict": {"at": 7}}, "has none of _num_yielded, _snapshot"),
+        ({"data_loader_state_dict": [3]}, "has none of _num_yielded, _snapshot"),
+        ({"data_loader_state_dict": {}}, ""),
+    ],
+)
+def test_a_position_that_is_another_steps_or_none_is_lost_by_name(
+    tmp_path: Path, planted: dict[str, object], said: str
+) -> None:
+    root = tmp_path / "openrlhf"
+    shutil.copytree(OPENRLHF, root)
+    file = root / "_actor" / "global_step3" / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(file, weights_only=False), **planted}, file)
+    done = into(root, tmp_path / "verl", "verl", reference_config=str(RUNS / "config.json"))
+    assert not (tmp_path / "verl" / "global_step_3" / "data.pt").exists()
+    lost = [text for text in done.account.lost if text.startswith("data_loader_state_dict: ")]
+    assert [said in text for text in lost] == ([True] if said else [])
+
+
 def test_counters_that_a_trainer_wants_and_nobody_has_are_made(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(NEMO, source)
