@@ -146,7 +146,7 @@ def test_what_hangs_after_the_commit_is_said_once_and_left(
             real(path, text)
 
     monkeypatch.setattr(job, "replace_text", hanging)
-    with manager(tmp_path, save_timeout=0.3, on_event=heard.append) as run:
+    with manager(tmp_path, save_timeout=1.0, on_event=heard.append) as run:
         run.save(1, blocking=True)
         run.save(2, blocking=True)
         answers.set()
