@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from io import StringIO
@@ -31,6 +31,7 @@ _NICE = 10
 _PR_SET_PDEATHSIG = 1
 """Linux, ``prctl(2)``: the signal that a process gets when its parent is gone."""
 _GRACE_S = 10.0
+_LOOK_S = 1.0
 _OF_STORAGE = "\0"
 """What a child's word begins with where a disk or a store failed: that may pass."""
 
@@ -67,7 +68,7 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
         return {**given, **ends, "step": step, "overwrite": True, "verify": True}
 
     def convert(step: int, folder: ReadablePath) -> None:
-        _in_a_child(job(step, folder), config)
+        _in_a_child(job(step, folder), config, watcher.check)
 
     make_job(job(0, out), config)  # what is wrong with it is said now
     failed = set[int]()
@@ -114,8 +115,13 @@ def _ending() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _in_a_child(given: dict[str, Any], config: Path | None) -> None:
+def _in_a_child(given: dict[str, Any], config: Path | None, check: Callable[[], None]) -> None:
     """Convert in a process of its own, that has less right to the cores, and whose memory goes with it.
+
+    Args:
+        given: The job.
+        config: A file of further options.
+        check: Raises where it is to end at once.
 
     Raises:
         CheckpointError: It could not be done.
@@ -128,6 +134,8 @@ def _in_a_child(given: dict[str, Any], config: Path | None) -> None:
     try:
         told = None
         with suppress(EOFError):
+            while not here.poll(_LOOK_S):
+                check()
             told = here.recv_bytes().decode()
         child.join()
     finally:

@@ -95,11 +95,15 @@ class Watcher:
             raise UsageError(
                 f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
             )
-        self._results = results_in(self.out)
+        self._results = results_in(self.out, lambda text: self.say(Watched("waiting", None, text)))
 
     def close(self) -> None:
         """Let others have the target."""
         self._results.close()
+
+    def check(self) -> None:
+        """Raise where another watcher is known to have the target; for a conversion that goes on."""
+        self._results.check()
 
     def look(self) -> bool:
         """Do what there is to do now: first what a kill left undone, then one step, the newest that is wanted.
@@ -108,7 +112,7 @@ class Watcher:
             Whether a step was converted: there may be more.
 
         Raises:
-            StorageError: The target cannot be written.
+            StorageError: The target cannot be written, or another watcher has it.
         """
         self._results.hold()
         for note in self._results.all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from .run.root import RootLock
 
 ASIDE = ".watch"
 """Where notes lie, and in a folder what is being made: below the target."""
+LEASE = "lease.json"
+"""Who has a prefix of a store, among the notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,14 @@ class Results(ABC):
         """
 
     def hold(self) -> None:  # noqa: B027
-        """See that nobody else has taken the target."""
+        """Have the target, and see that nobody else has taken it.
+
+        Raises:
+            StorageError: Somebody has.
+        """
+
+    def check(self) -> None:  # noqa: B027
+        """Raise what :meth:`hold` does where that is known without asking."""
 
     def close(self) -> None:  # noqa: B027
         """Let others have the target."""
@@ -209,22 +218,43 @@ class FolderResults(Results):
 class StoreResults(Results):
     """Under a prefix of an object store, where a conversion publishes by itself, with the last object that it sends.
 
-    A note is there before: what a killed watcher was at is made anew. There is no lock: two watchers of one target make each result twice.
+    A note is there before: what a killed watcher was at is made anew. One watcher has the prefix at a time, by a record in it
+    (:mod:`mcore_rlhf.storage.lease`), which is seen to before anything is noted or deleted.
 
     Args:
         out: The prefix.
+        say: Hears that the lease of another watcher is watched.
 
     Raises:
         UsageError: It can be read only.
     """
 
-    def __init__(self, out: StorePath) -> None:
-        from mcore_rlhf.storage.objects import StoreNotes  # a store is seldom meant
+    def __init__(self, out: StorePath, say: Callable[[str], None]) -> None:
+        from mcore_rlhf.storage.lease import Lease  # a store is seldom meant
+        from mcore_rlhf.storage.objects import StoreNotes
         from mcore_rlhf.storage.upload import object_store
 
         self._out = out
-        self._kept = StoreNotes(object_store(out), f"{out.path}/{ASIDE}")
+        self._kept = StoreNotes(object_store(out), str((out / ASIDE).path))
+        self._lease = Lease(out, out / ASIDE / LEASE, say)
         super().__init__(out, self._kept)
+
+    def hold(self) -> None:
+        """See :meth:`Results.hold`; the first time, for as long as it takes to see whether a watcher that was here lives."""
+        self._lease.hold()
+
+    def check(self) -> None:
+        """See :meth:`Results.check`."""
+        self._lease.check()
+
+    def close(self) -> None:
+        """See :meth:`Results.close`."""
+        self._lease.close()
+
+    def say(self, note: Note) -> None:
+        """See :meth:`Results.say`."""
+        self.hold()
+        super().say(note)
 
     def _target(self, number: int) -> StorePath:
         return steps.step_folder(self._out, number)
@@ -254,6 +284,7 @@ class StoreResults(Results):
         """See :meth:`Results.drop`; it was published, of another state of the step than there is."""
         from mcore_rlhf.storage.upload import remove
 
+        self.hold()
         remove(self._target(number), self._manifest(number) or MANIFEST_NAME)
         self._kept.remove(Note(number, "").name)
 
@@ -262,16 +293,17 @@ class StoreResults(Results):
         self.drop(number)
 
 
-def results_in(out: ReadablePath) -> Results:
+def results_in(out: ReadablePath, say: Callable[[str], None]) -> Results:
     """The results of a watcher.
 
     Args:
         out: Where they lie.
+        say: Hears what is waited for.
 
     Raises:
         UsageError, StorageError: It cannot be so.
     """
     if isinstance(out, StorePath):
-        return StoreResults(out)
+        return StoreResults(out, say)
     assert isinstance(out, Path)
     return FolderResults(out)

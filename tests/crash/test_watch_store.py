@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -20,11 +21,27 @@ from mcore_rlhf.cli import converting, job, watching
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run import steps
+from mcore_rlhf.storage import lease
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import verify
-from tests.crash.test_watch import STEPS, command
+from tests.crash.test_watch import STEPS
+from tests.crash.test_watch import command as on_disk
 from tests.crash.test_watch import root as root  # a fixture
 from tests.helpers.object_store import S3, url
+
+PERIOD_S = 2.0
+QUICK = f"from mcore_rlhf.storage import lease; lease.PERIOD_S = {PERIOD_S}; from mcore_rlhf.cli import main; main()"
+
+
+def command(root: Path, out: str) -> list[str]:
+    """A watcher that need not wait for a minute to know that another one is gone."""
+    return [sys.executable, "-c", QUICK, *on_disk(root, out)[3:]]
+
+
+def line(process: subprocess.Popen[str], kind: str) -> str:
+    """What a watcher says of a kind, the next time."""
+    assert process.stdout is not None
+    return next(str(said["text"]) for said in map(json.loads, process.stdout) if said["kind"] == kind)
 
 
 def events(said: str) -> list[str]:
@@ -53,7 +70,7 @@ def ended(root: Path, key: str, *more: str) -> list[str]:
 def here(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """A watcher that looks once, and converts, in this process: what only starting others would show is shown beside it."""
 
-    def convert(given: dict[str, Any], config: Path | None) -> None:
+    def convert(given: dict[str, Any], config: Path | None, check: Callable[[], None]) -> None:
         with redirect_stdout(StringIO()):
             converting.run(job.make_job(given, config), True)
 
@@ -88,12 +105,47 @@ def test_rules_and_what_no_watcher_made(root: Path, here: Callable[..., Result],
 def test_it_is_killed_at_random(root: Path, s3: S3, rng: random.Random) -> None:
     for _ in range(3):
         process = subprocess.Popen(command(root, url("killed")), stdout=subprocess.DEVNULL)
-        time.sleep(rng.uniform(0.3, 3))
+        time.sleep(rng.uniform(0.3, 3 + PERIOD_S))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=10)
         results("killed")
     assert "failed" not in "".join(ended(root, "killed"))
     assert results("killed") == list(STEPS)
+
+
+def test_a_second_watcher_is_refused_and_one_of_another_prefix_is_not(
+    root: Path, here: Callable[..., Result], s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "PERIOD_S", PERIOD_S)
+    with subprocess.Popen(command(root, url("one")), stdout=subprocess.PIPE, text=True) as first:
+        line(first, "converted")
+        refused = here(url("one"))
+        assert refused.exit_code == 2
+        assert f"another process writes here: process {first.pid} on " in str(refused.stderr)
+        assert "End that one, or give this one another target" in str(refused.stderr)
+        assert events(here(url("other")).stdout) == [f"converted {step}" for step in reversed(STEPS)]
+        first.terminate()
+    assert first.returncode == 0
+    assert "waiting" not in here(url("one")).stdout, "it has let others have it"
+    assert results("one") == results("other") == list(STEPS)
+
+
+def test_one_that_was_stopped_ends_and_takes_nothing_from_who_came_after_it(root: Path, s3: S3) -> None:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    more = ("--every", "0.2", "--keep-last", "1")
+    with subprocess.Popen([*command(root, url("stopped")), *more], **given) as first:  # type: ignore[call-overload]
+        line(first, "converted")
+        first.send_signal(signal.SIGSTOP)
+        with subprocess.Popen([*command(root, url("stopped")), "--every", "0.2"], **given) as second:  # type: ignore[call-overload]
+            assert f"process {first.pid} on " in line(second, "waiting")
+            line(second, "converted")
+            first.send_signal(signal.SIGCONT)
+            _, said = first.communicate(timeout=60)
+            assert first.returncode == 2
+            assert f"another process writes here: process {second.pid} on " in said
+            line(second, "converted")
+            second.terminate()
+    assert results("stopped") == list(STEPS)
 
 
 @pytest.mark.parametrize("target", ["https://host/evals", "hf://models/a"])
