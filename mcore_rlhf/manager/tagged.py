@@ -78,11 +78,12 @@ class Tags:
     Args:
         trainer: Who writes the files, for the manifest.
         options: See :class:`TagOptions`.
+        world: Who makes the calls, where that is not every rank.
     """
 
-    def __init__(self, trainer: str, options: TagOptions | None = None) -> None:
+    def __init__(self, trainer: str, options: TagOptions | None = None, world: World | None = None) -> None:
         self._trainer, self.options = trainer, options or TagOptions()
-        self.world = World.current(self.options.timeout)
+        self.world = world or World.current(self.options.timeout)
 
     def save(
         self,

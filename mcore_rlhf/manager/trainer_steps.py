@@ -86,12 +86,15 @@ class TrainerSteps:
         root: The folder in which the trainer has its steps, on a file system that all ranks share.
         trainer: Its name, as in ``mcore-rlhf``'s table of trainers.
         options: See :class:`StepOptions`.
+        world: Who makes the calls, where that is not every rank.
     """
 
-    def __init__(self, root: str | Path, trainer: str, options: StepOptions | None = None) -> None:
+    def __init__(
+        self, root: str | Path, trainer: str, options: StepOptions | None = None, world: World | None = None
+    ) -> None:
         self.options = options or StepOptions()
         self.root = TrainerRoot(local_path(root).absolute(), _known(trainer))
-        self.world = World.current(self.options.timeout)
+        self.world = world or World.current(self.options.timeout)
         enclose(self.root.path)
         self.reporter = Reporter(self.world.rank, self.options.on_event or EventLog(self.root.path / EVENTS_NAME))
         self._lock: RootLock | None = None
@@ -163,6 +166,10 @@ class TrainerSteps:
             everything.extend(found)
         return everything
 
+    def goes_on_from(self, folder: Path) -> None:
+        """Note that the trainer has loaded a step, which somebody else has verified: newer ones are left behind at the next save."""
+        self._taken(folder, self.number_of(folder), went_back=True)
+
     def _taken(self, folder: Path, step: int, went_back: bool) -> Path:
         remember(folder)
         self._own.add(step)
@@ -176,6 +183,7 @@ class TrainerSteps:
         write: Write,
         *,
         within: bool = False,
+        name: str = "",
         metrics: Mapping[str, float] | None = None,
         protect: Collection[int] = (),
         trackers: Collection[str] = (),
@@ -186,6 +194,7 @@ class TrainerSteps:
             step: Its number.
             write: Called on every rank with a hidden folder; whatever lies there when all have returned is the step.
             within: Whether the trainer makes a folder of the step's name there by itself, whose content is the step.
+            name: What its folder is called, where the trainer's names say more than the number.
             metrics: Numbers to keep with it, for retention of the best.
             protect: Steps that stay, whatever the rules say.
             trackers: Files beside the step by which the trainer finds it: they are kept in it, and laid into the root after the commit.
@@ -198,8 +207,8 @@ class TrainerSteps:
         """
         try:
             self._open()
-            name = self.root.folder_of(step).name if within else ""
-            path = self._saved(step, write, (name, trackers), metrics or {})
+            target = self.root.path / name if name else self.root.folder_of(step)
+            path = self._saved(step, target, write, (target.name if within else "", trackers), metrics or {})
         except Exception as error:  # whatever a trainer's own code raises
             self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
             if self.options.on_error == "raise" or isinstance(error, UsageError):  # a mistake is never gone on with
@@ -208,7 +217,7 @@ class TrainerSteps:
         remember(path)
         self._own.add(step)
         if self.world.is_rank0:
-            self._after(step, protect, trackers)
+            self._after(step, path, protect, trackers)
         return path
 
     def publish(self, step: int, aside: Path, metrics: Mapping[str, float] | None = None) -> Path | None:
@@ -231,9 +240,9 @@ class TrainerSteps:
         return self.save(step, write, within=True, metrics=metrics)
 
     def _saved(
-        self, step: int, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]
+        self, step: int, target: Path, write: Write, places: tuple[str, Collection[str]], metrics: Mapping[str, float]
     ) -> Path:
-        started, target = time.monotonic(), self.root.folder_of(step)
+        started = time.monotonic()
         folder = Together(
             self.world,
             target,
@@ -305,10 +314,10 @@ class TrainerSteps:
             report={"metrics": dict(metrics)},
         )
 
-    def _after(self, step: int, protect: Collection[int], trackers: Collection[str]) -> None:
+    def _after(self, step: int, path: Path, protect: Collection[int], trackers: Collection[str]) -> None:
         """The step is safe. Nothing that fails from here on is a failed save."""
         try:
-            self.track(self.root.folder_of(step), trackers)
+            self.track(path, trackers)
             for number in self.root.leave_behind(step, self._own, self._went_back_to):
                 self.reporter.say(
                     "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"

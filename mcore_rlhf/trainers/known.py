@@ -10,6 +10,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 
 from . import (
     accelerate,
+    lightning,
     megatron,
     nemo_rl,
     open_instruct,
@@ -25,7 +26,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
-    accelerate.TRAINER, torchtitan.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
+    accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

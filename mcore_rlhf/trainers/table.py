@@ -42,7 +42,8 @@ class Trainer:
     Args:
         name: What it is called on the command line.
         title: What its authors call it.
-        steps: What a step's folder is called in the root: patterns with one field, ``{step}``; the first is the one that is written.
+        steps: What a step's folder is called in the root: patterns with one field, ``{step}``, and ``*`` for any text; the first, which has
+            none, is the one that is written.
         marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
         beside: Patterns, with ``{step}``, of what lies beside its steps in the root, of which one is there: what tells a step from those of
             the trainer that it saves with, where nothing in the step does.
@@ -141,7 +142,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     """The names that a pattern makes: of each number one, so that nothing is read that would not be written."""
     parts = []
     for literal, name, spec, _ in Formatter().parse(text):
-        parts.append(re.escape(literal))
+        parts.append(re.escape(literal).replace(r"\*", "[^/]*"))
         if name is not None:
             parts.append(r"(?P<step>\d{1,18})" if spec else r"(?P<step>0|[1-9]\d{0,17})")
     return re.compile("".join(parts), re.ASCII)

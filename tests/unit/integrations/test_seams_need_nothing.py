@@ -18,6 +18,7 @@ FOREIGN = (
     "verl",
     "nemo_rl",
     "ray",
+    "lightning",
 )
 _CODE = """
 import importlib, sys
@@ -38,10 +39,11 @@ for name in ("nemo_rl", "verl_trainer"):
         importlib.import_module("mcore_rlhf.integrations." + name).use()
     except Unsupported as error:
         print(error)
-try:
-    importlib.import_module("mcore_rlhf.integrations.torchtitan_manager")
-except Unsupported as error:
-    print(error)
+for name in ("torchtitan_manager", "lightning_io"):
+    try:
+        importlib.import_module("mcore_rlhf.integrations." + name)
+    except Unsupported as error:
+        print(error)
 """
 
 
@@ -60,6 +62,7 @@ def said() -> str:
         "NeMo-RL's nemo_rl.utils.checkpoint.CheckpointManager: ",
         "verl.trainer.ppo.ray_trainer.RayPPOTrainer: ",
         "torchtitan's components.checkpointer.dcp cannot be imported",
+        "Lightning's lightning.pytorch.plugins.io cannot be imported",
     ],
 )
 def test_what_is_missing_is_said(said: str, text: str) -> None:

@@ -15,6 +15,7 @@ from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.manager.runs import listed_steps, run_at, step_at
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.trainers import lightning
 from mcore_rlhf.trainers.known import TRAINERS, left_by_trainers
 from mcore_rlhf.trainers.table import Trainer
 from tests.helpers import trainer_tables
@@ -188,6 +189,18 @@ def test_a_row_reads_the_names_that_it_makes(trainer: Trainer) -> None:
     if trainer.tracker:
         assert trainer.tracked_step(trainer.tracked.format(step=12) + "\n") == 12
     assert not any(mark.startswith(("/", "..")) for mark in left_by_trainers())
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step=10.ckpt", 10), ("epoch=0-step=10.ckpt", 10), ("epoch=0-step=10-v1.ckpt", 10), ("step=3-loss=0.25.ckpt", 3),
+        ("epoch=0.ckpt", None), ("last.ckpt", None), ("epoch=0-step=010.ckpt", None), ("epoch=0-substep=3.ckpt", None),
+        ("a/../b-step=3.ckpt", None), ("epoch=0-step=3.ckpt.old", None), ("epoch=0-step=-3.ckpt", None),
+    ],
+)  # fmt: skip
+def test_lightnings_names_have_other_metrics_in_them(name: str, step: int | None) -> None:
+    assert lightning.TRAINER.step_of(name) == step
 
 
 def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path) -> None:

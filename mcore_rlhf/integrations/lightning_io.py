@@ -1,0 +1,237 @@
+"""Lightning's ``CheckpointIO``: each of its checkpoints is there as a whole or not at all.
+
+::
+
+    from mcore_rlhf.integrations.lightning_io import CommittedCheckpointIO
+    trainer = Trainer(plugins=[CommittedCheckpointIO()], callbacks=[ModelCheckpoint("runs/a", save_top_k=-1)])
+    trainer.fit(model, ckpt_path="runs/a")    # the newest intact step of the folder, or a new run where there is none
+
+``runs/a/epoch=0-step=10.ckpt`` is a folder then, with Lightning's own file, ``lightning.ckpt``, in it: Lightning alone loads that file. It
+is unpickled by Lightning's own loading, and after every byte of it was verified. Importing this module imports Lightning.
+
+A strategy that is no single process' or DDP's may go round a ``CheckpointIO``: FSDP, DeepSpeed and ModelParallel load by themselves what
+they find under the path, and need a file or a folder of their own there. So this is not for them.
+
+Source: lightning 2.6.6, ``fabric/plugins/io/{checkpoint_io,torch_io}.py``; ``pytorch/strategies/strategy.py`` (``save_checkpoint`` and
+``remove_checkpoint`` call it on global rank 0, ``load_checkpoint`` on every rank), ``pytorch/strategies/fsdp.py``;
+``pytorch/trainer/connectors/checkpoint_connector.py`` (``resume_start``; an empty checkpoint restores nothing);
+``pytorch/tuner/lr_finder.py`` and ``pytorch/strategies/launchers/multiprocessing.py`` (names that begin with a dot, for a moment).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError, headline
+from mcore_rlhf.manager.run import retention
+from mcore_rlhf.manager.run.together import Write
+from mcore_rlhf.manager.run.world import World
+from mcore_rlhf.manager.tagged import TagOptions, Tags
+from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+
+from .seam import LOG, Seam
+
+try:
+    import lightning
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+except ImportError as missing:
+    raise Unsupported(
+        f"Lightning's lightning.pytorch.plugins.io cannot be imported: {missing}\n"
+        "It is of the package lightning; pytorch_lightning, which has the same under another name, is not served."
+    ) from missing
+
+SEAM = Seam(
+    "lightning",
+    "2.6.6",
+    {
+        "save_checkpoint": ("checkpoint", "path", "storage_options"),
+        "load_checkpoint": ("path", "map_location", "weights_only"),
+        "remove_checkpoint": ("path",),
+        "teardown": (),
+    },
+)
+SEAM.check(TorchCheckpointIO)
+
+
+class _Nothing(dict[str, Any]):
+    """What Lightning is given where there is nothing to resume from: false, so that nothing is restored."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class CommittedCheckpointIO(TorchCheckpointIO):
+    """As Lightning's own, of files; what it saves is written aside and published whole, what it loads was verified.
+
+    A name with ``step=N`` is a step, with events and rules on what is kept. Any other name, such as ``last.ckpt``, is one folder, which is
+    replaced when the new one is whole. What is no such folder, and what another store has, is Lightning's own, and goes its way.
+
+    Args:
+        options: How steps are committed.
+    """
+
+    def __init__(self, options: StepOptions | None = None) -> None:
+        super().__init__()
+        self._options = options or StepOptions()
+        given = self._options
+        self._tags = Tags(
+            "lightning", TagOptions(given.fsync, given.check, given.timeout, given.provenance), self._alone()
+        )
+        self._roots = dict[Path, TrainerSteps]()
+        self._loaded: Path | None = None
+        self._written = set[Path]()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """As Lightning's own, which calls it on rank 0 alone.
+
+        Raises:
+            CheckpointError: It cannot be saved; nothing is published, and what was there is untouched.
+        """
+        place = _place(path)
+        if place is None or place.name.startswith("."):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        steps, own = self._steps_of(place.parent), super().save_checkpoint
+        number = steps.root.trainer.step_of(place.name)
+
+        def write(folder: Path) -> None:
+            own(checkpoint, str(_file_in(steps, folder)), storage_options)
+
+        if number is None:
+            return self._save_named(place, lambda staging: write(staging / place.name))
+        if self._loaded is not None and self._loaded.parent == steps.root.path:
+            steps.goes_on_from(self._loaded)
+        self._loaded = None
+        if steps.save(number, write, name=place.name, metrics=_measured(checkpoint)) is not None:
+            self._written.add(steps.root.path / place.name)
+            self._supersede(steps, number, place.name)
+        return None
+
+    def _supersede(self, steps: TrainerSteps, number: int, name: str) -> None:
+        """Delete folders of the same step that other runs left: another epoch, or ``-v1``, stands in their names."""
+        for other in sorted(steps.root.path.iterdir()):
+            again = steps.root.trainer.step_of(other.name) == number and other not in self._written
+            if again and _is_committed(steps, other):
+                self._delete(steps, other, number, f"saved again as {name}")
+
+    def _save_named(self, place: Path, write: Write) -> None:
+        try:
+            self._tags.save(place.parent, place.name, write)
+        except Exception as error:  # whatever Lightning's own code raises
+            if self._options.on_error == "raise" or isinstance(error, UsageError):
+                raise
+            LOG.warning("%s: not saved: %s: %s", place, type(error).__name__, headline(str(error)))
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As Lightning's own, on every rank; of a folder of steps, the newest one that is intact, or nothing where there is none.
+
+        Raises:
+            CheckpointError: What was named is damaged; nothing is intact, and something is there. On every rank.
+        """
+        place = _place(path)
+        if place is None:
+            return super().load_checkpoint(path, map_location, weights_only)
+        world = World.current(self._options.timeout)
+        chosen = world.on_all_ranks(f"looking for {place}", lambda: self._chosen(place) if world.is_rank0 else None)
+        found = world.broadcast(chosen)
+        world.close()
+        if found is None:
+            LOG.warning("%s: holds no step to resume from: nothing is loaded", place)
+            return _Nothing({"pytorch-lightning_version": lightning.__version__})
+        loaded: dict[str, Any] = super().load_checkpoint(str(found), map_location, weights_only)
+        return loaded
+
+    def _chosen(self, place: Path) -> Path | None:
+        """The file that is to be loaded, every byte of it verified where it was committed; None where nothing is."""
+        folder = place.resolve()  # what last.ckpt, a link, leads to
+        beside = self._steps_of(folder.parent)
+        if _is_committed(beside, folder):
+            self._tags.check(folder.parent, folder.name)
+            retention.remember(folder)
+            self._loaded = None if beside.root.trainer.step_of(folder.name) is None else folder
+            return _file_in(beside, folder)
+        if place.is_file() or place.suffix == ".ckpt":
+            return place
+        steps = self._steps_of(place)
+        found = steps.resume("auto")
+        return None if found is None else _file_in(steps, found)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """As Lightning's own, which calls it on rank 0 alone; but a step stays as long as no newer one is committed.
+
+        A folder that was not committed is left as it is: a line says so.
+        """
+        place = _place(path)
+        if place is None or place.is_symlink() or not place.is_dir():
+            return super().remove_checkpoint(path)
+        steps = self._steps_of(place.parent)
+        if not _is_committed(steps, place):
+            LOG.warning("%s: is not deleted: it has no %s, so it was not saved here", place, steps.root.manifest)
+            return None
+        number = steps.root.trainer.step_of(place.name)
+        if number is None:
+            retention.remove_folder(place, steps.root.manifest)
+            return None
+        newest = steps.root.naming.newest(steps.root.path)
+        if newest is None or newest.step <= number:
+            steps.reporter.say("skip", number, f"{place.name} is not deleted: no newer step is committed")
+        else:
+            self._delete(steps, steps.root.path / place.name, number, "Lightning's own rules do not keep it")
+        return None
+
+    def _delete(self, steps: TrainerSteps, folder: Path, number: int, why: str) -> None:
+        if retention.delete(folder, steps.root.naming):
+            steps.reporter.say("delete", number, f"{folder.name}: {why}")
+
+    def _alone(self) -> World:
+        return World(0, 1, self._options.timeout)
+
+    def _steps_of(self, folder: Path) -> TrainerSteps:
+        root = folder.resolve()
+        if root not in self._roots:
+            self._roots[root] = TrainerSteps(root, "lightning", self._options, self._alone())
+        return self._roots[root]
+
+    def teardown(self) -> None:
+        """Let go of the folders; another run may save there."""
+        super().teardown()
+        for steps in self._roots.values():
+            with suppress(CheckpointError):
+                steps.close()
+        self._roots.clear()
+
+
+def _place(path: Any) -> Path | None:
+    """Where a path of Lightning's leads on this machine; None where it is another store's."""
+    text = os.fspath(path)
+    return None if "://" in text else Path(text).expanduser().absolute()
+
+
+def _is_committed(steps: TrainerSteps, folder: Path) -> bool:
+    return (folder / steps.root.manifest).is_file()
+
+
+def _file_in(steps: TrainerSteps, folder: Path) -> Path:
+    """Where Lightning's own file lies in a folder of ours."""
+    return folder / steps.root.trainer.needs[0]
+
+
+def _measured(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+    """What callbacks watch, for rules that keep the best."""
+    found: dict[str, float] = {}
+    for state in (checkpoint.get("callbacks") or {}).values():
+        if not isinstance(state, Mapping) or not state.get("monitor") or state.get("current_score") is None:
+            continue
+        value = float(state["current_score"])
+        if math.isfinite(value):
+            found[str(state["monitor"])] = value
+    return found
+
+
+__all__ = ["CommittedCheckpointIO", "StepOptions"]
