@@ -97,6 +97,12 @@ def headline(text: str) -> str:
     return lines[1].strip(" -") if lines[0].endswith("problems:") and len(lines) > 1 else lines[0]
 
 
+def in_a_line(error: BaseException) -> str:
+    """What to say of any error in one line; whoever raises others' classes may give them no text, or half a sentence."""
+    text = headline(str(error))
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong.

@@ -59,7 +59,9 @@ class JournalMark:
         try:
             content = parse_json(data)
         except ValueError as error:
-            raise Corrupt(f"{where}: is no JSON: {error}") from None
+            raise Corrupt(
+                f"{where}: is no JSON: {error}\nMove it away: its rollouts are made again; of {MARK}, the folder it lies in."
+            ) from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise Corrupt(f"{where}: is not of a rollout journal\nMove it away: it does not belong there.")
         if content.get("version") != VERSION:
@@ -183,7 +185,7 @@ class Segment:
         reader: Reads its frames.
         mark: What it says of itself; None where it broke off before.
         held: The rollouts in it.
-        strange: Frames that hold no rollout.
+        strange: Frames that hold no rollout, or of which nobody knows whose it is.
         problem: Why it is not read; empty where it is.
     """
 
@@ -201,7 +203,9 @@ class Segment:
         self.problem = None  # a disk that did not answer may do so now
         try:
             for frame in self.reader.read():
-                if self.mark is None:
+                if self.mark is None and frame.number:
+                    self.strange += 1  # what says of which run it is has rotted: all of it is made again
+                elif self.mark is None:
                     self.mark = JournalMark.from_bytes(bytes(frame.payload), str(self.path))
                     expected.require_same(self.mark, str(self.path))
                 elif (found := self._rollout(frame)) is not None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, headline
+from mcore_rlhf.errors import CheckpointError, in_a_line
 from mcore_rlhf.storage.manifest import utc_time
 from mcore_rlhf.storage.notes import FolderNotes
 
@@ -32,7 +32,7 @@ class FailedSave:
     def note(cls, root: Path, step: int, error: BaseException) -> None:
         """Leave it in a root; a disk that takes nothing does not take this either."""
         with suppress(CheckpointError):
-            FolderNotes(root).say(FAILED, cls(step, headline(str(error)), utc_time()))
+            FolderNotes(root).say(FAILED, cls(step, in_a_line(error), utc_time()))
 
     @classmethod
     def forget(cls, root: Path) -> None:

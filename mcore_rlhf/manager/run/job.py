@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, headline
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, headline, in_a_line
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage.manifest import Manifest, provenance
 from mcore_rlhf.storage.publish import replace_text
@@ -113,7 +113,7 @@ class SaveJob:
     def _pause(self, error: BaseException, attempt: int) -> None:
         """Before a further attempt: twice as long as before the last one."""
         pause = min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
-        text = f"{headline(str(error))}; tried again in {pause:g} s ({attempt} of {self.retries})"
+        text = f"{in_a_line(error)}; tried again in {pause:g} s ({attempt} of {self.retries})"
         self.reporter.say("retry", self.transaction.step, text, attempt=attempt)
         end = time.monotonic() + pause
         while (left := end - time.monotonic()) > 0:
@@ -154,7 +154,7 @@ class SaveJob:
     def _lost(self, error: BaseException) -> None:
         """The step will not be there; where that was said when the save stood still, it is not said again."""
         if not self.progress.given_up:
-            self.reporter.say("failed", self.transaction.step, headline(str(error)))
+            self.reporter.say("failed", self.transaction.step, in_a_line(error))
             if self.world.commits:
                 FailedSave.note(self.transaction.root, self.transaction.step, error)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline, in_a_line
 from mcore_rlhf.storage.waiting import waiting_for
 
 from ..rlhf.consumed import consumed_by
@@ -152,7 +152,7 @@ class Saver:
         except Exception as error:
             if not self._is_endured(error):
                 raise
-            LOG.warning("rank=%d: training goes on: %s", self.world.rank, headline(str(error)))
+            LOG.warning("rank=%d: training goes on: %s", self.world.rank, in_a_line(error))
 
     def finish(self) -> None:
         """Wait for the last save; its error is raised in any case: no training is left that could go on.
@@ -173,7 +173,7 @@ class Saver:
 
     def _lost(self, step: int, error: Exception) -> None:
         """Say that a save failed before anything of it went on behind training."""
-        self.reporter.say("failed", step, f"{headline(str(error))}; training goes on")
+        self.reporter.say("failed", step, f"{in_a_line(error)}; training goes on")
         if self.world.commits:  # the file system may be what hangs
             noting = partial(FailedSave.note, self.root, step, error)
             threading.Thread(target=noting, name="mcore_rlhf word", daemon=True).start()

@@ -292,6 +292,22 @@ def test_records_that_hold_something_else_are_passed_over(tmp_path: Path) -> Non
     assert (command("journal", tmp_path)[0], facts(tmp_path)["damaged"]) == (1, 2)
 
 
+@pytest.mark.parametrize("at", [0, 5, 8, 40])
+def test_a_segment_whose_first_record_rots_costs_what_is_in_it(tmp_path: Path, at: int) -> None:
+    """Of which run it is stands there alone: its rollouts are made again, and the run is not held up."""
+    first, second = sampler().next_batch(2)
+    write(tmp_path, [first])
+    write(tmp_path, [second], producer="other")
+    segment = next(path for path in segments(tmp_path) if path.name.startswith("w-"))
+    data = bytearray(segment.read_bytes())
+    data[at] ^= 0x10
+    segment.write_bytes(data)
+    journal = RolloutJournal(tmp_path)
+    assert [journal.take(prompt, 1).missing for prompt in (first, second)] == [(0, 1), ()]
+    assert (command("journal", tmp_path)[0], facts(tmp_path)["damaged"]) == (1, 3)
+    assert journal.trim(lambda key: True) == 2, "and it goes with the others"
+
+
 def test_a_segment_that_is_removed_while_it_is_looked_at_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

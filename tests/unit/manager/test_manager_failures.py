@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
+from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run import job, steps
 from mcore_rlhf.manager.run.failed import FAILED, FailedSave
@@ -49,6 +51,39 @@ def test_an_error_of_the_last_save_is_raised_at_the_end(tmp_path: Path, disk: th
     with pytest.raises(StorageError, match="Input/output error"):
         run.close()
     assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("exp_avg"), RuntimeError("CUDA error: no memory")])
+def test_an_error_of_others_is_named(tmp_path: Path, error: Exception) -> None:
+    """Its text may be empty, or half a sentence."""
+
+    class Scaler:
+        broken = False
+
+        def state_dict(self) -> dict[str, object]:
+            if self.broken:
+                raise error
+            return {"scale": 1.0}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    heard, scaler = list[Event](), Scaler()
+    options = ManagerOptions(catch_signals=False, fsync=False, on_error="continue", on_event=heard.append)
+    engine = TorchEngine(torch.nn.Linear(2, 2), scaler=scaler)
+    with CheckpointManager(tmp_path, engine, options=options) as run:
+        run.save(1, blocking=True)
+        scaler.broken = True
+        run.save(2)
+        end = time.monotonic() + 10
+        while not (tmp_path / FAILED).exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        said = CliRunner().invoke(app, ["steps", str(tmp_path)]).output
+        scaler.broken = False
+        run.save(3)
+    name = type(error).__name__
+    (failed,) = [event.text for event in heard if event.kind == "failed"]
+    assert failed.startswith(f"{name}: {error}" if str(error) else f"{name};")
+    assert f"step 2 was not saved: {name}" in said
 
 
 def test_one_that_was_made_good_is_not(tmp_path: Path, disk: threading.Event) -> None:
