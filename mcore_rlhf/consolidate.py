@@ -181,7 +181,10 @@ def torch_tensor(data: Bytes, dtype: DType, shape: Shape) -> torch.Tensor:
     """Bytes in memory as a tensor; they are not copied."""
     import torch
 
-    return torch.from_numpy(data).view(getattr(torch, dtype.name)).reshape(shape)
+    kind: torch.dtype = getattr(torch, dtype.name)
+    if not len(data):  # NumPy gives what is empty no stride, and torch then no view of another type
+        return torch.empty(shape, dtype=kind)
+    return torch.from_numpy(data).view(kind).reshape(shape)
 
 
 def memory_layout(part: WrittenTensor, file: str, box: Box | None = None) -> FileLayout:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import lcm
 from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Literal
@@ -40,6 +41,10 @@ from mcore_rlhf.storage.urls import checkpoint_path
 if TYPE_CHECKING:
     import torch
 
+_VOCABULARY_MULTIPLE = 64
+"""vLLM and SGLang pad vocabularies to a multiple of that before they cut them, and newer vLLMs to one of the ranks as well.
+
+Source: vLLM 00b5ad0, ``vllm/model_executor/layers/vocab_parallel_embedding.py`` (``VocabParallelEmbedding._get_indices``)."""
 _WAITING = 1
 """Tensors that are ready before they are asked for; one more is being read, and one is whoever asks's."""
 _LOOK_S = 0.2
@@ -64,6 +69,44 @@ class Wanted:
     boxes: list[Box | None]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorRank:
+    """Whose part of tensors is wanted; see :func:`iter_weights`."""
+
+    tp_rank: int
+    tp_size: int
+    padded_vocab_size: int | None
+
+    def part(self, tensor: WrittenTensor, cut: tuple[int, bool], problems: Problems) -> Box:
+        """What of a tensor it has.
+
+        Args:
+            tensor: It.
+            cut: The dimension, and whether it counts words.
+            problems: Takes what cannot be cut.
+        """
+        dim, of_words = cut
+        there = tensor.shape[dim]
+        size = self._padded(there) if of_words else there
+        if size % self.tp_size:
+            text = f"{tensor.names[0]}: dimension {dim} of {tensor.shape}, {size:,} long, cannot be cut into {self.tp_size} equal parts"
+            problems.add(Unsupported, text, "Take it whole, with tp_size=1, and cut it as your engine does.")
+        elif size < there:
+            problems.add(
+                UsageError, f"padded_vocab_size: expected at least {there:,}, as {tensor.names[0]} has, found {size:,}"
+            )
+        offset, shape, each = [0] * len(tensor.shape), list(tensor.shape), size // self.tp_size
+        offset[dim] = min(there, self.tp_rank * each)
+        shape[dim] = min(there, offset[dim] + each) - offset[dim]
+        return Box(tuple(offset), tuple(shape))
+
+    def _padded(self, words: int) -> int:
+        if self.padded_vocab_size is not None:
+            return self.padded_vocab_size
+        multiple = lcm(_VOCABULARY_MULTIPLE, self.tp_size)
+        return -(-words // multiple) * multiple
+
+
 def iter_weights(
     path: str | Path,
     *,
@@ -71,6 +114,7 @@ def iter_weights(
     dtype: str | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
+    padded_vocab_size: int | None = None,
     names: str = "*",
     reference_config: str | None = None,
     read: ReadOptions | None = None,
@@ -88,6 +132,8 @@ def iter_weights(
         tp_rank: Of which tensor-parallel rank the part is wanted.
         tp_size: How many there are. A part is what Megatron and vLLM cut for that rank: rows of a column-parallel layer, columns of a
             row-parallel one, words of the vocabulary; what is not cut comes whole. Of ``hf`` names only.
+        padded_vocab_size: Of so many words each rank has an equal part, and of those the ones that there are: the last ranks may have
+            fewer, or none. None for vLLM's and SGLang's, the next multiple of 64; Megatron's stands in its arguments.
         names: A pattern with ``*`` for the names that are wanted.
         reference_config: The folder, or file, of the model's ``config.json``, where nothing in the checkpoint describes it.
         read: How the checkpoint is opened: ``role``, ``step``, ``follow_links`` and so on.
@@ -96,7 +142,7 @@ def iter_weights(
         Name and tensor on the CPU, in the module's order. The tensor is the caller's own.
 
     Raises:
-        UsageError: ``tp_rank`` is none of ``tp_size``, or no name fits.
+        UsageError: ``tp_rank`` is none of ``tp_size``, no name fits, or there are more words than ``padded_vocab_size``.
         Unsupported: The names are not known, or a tensor cannot be cut in so many parts.
         CheckpointError: The checkpoint is incomplete or damaged.
     """
@@ -106,7 +152,7 @@ def iter_weights(
         raise UsageError(f"spelling: expected 'hf' or 'native', found {spelling!r}")
     write = WriteOptions(no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config)
     opened = open_checkpoint(checkpoint_path(Path(path)), replace(read or ReadOptions(), optimizer=False), partial=True)
-    wanted = _wanted(opened, spelling, write, (tp_rank, tp_size), names)
+    wanted = _wanted(opened, spelling, write, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
     return _streamed(wanted)
 
 
@@ -121,7 +167,7 @@ def _checked(dtype: str | None) -> str | None:
     return None if found is None else found.name
 
 
-def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int, int], pattern: str) -> Wanted:
+def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: TensorRank, pattern: str) -> Wanted:
     whole, seen = opened, opened
     if spelling == "hf":
         passage = Passage(opened, format_named("hf"), write, ReadOptions(), open_checkpoint)
@@ -144,7 +190,7 @@ def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: tuple[int,
     ]
     if not parts:
         raise UsageError(f"names: no weight of {opened.root} is called so: {pattern}")
-    boxes = _cut(seen, spelling, write, parts, *rank)
+    boxes = _cut(seen, spelling, write, parts, rank)
     return Wanted(whole, seen, view, parts, boxes)
 
 
@@ -155,40 +201,27 @@ def _native(source: Source, view: Chunks) -> Iterator[WrittenTensor]:
             yield WrittenTensor(name, spec.global_shape, entry.dtype, (spec.name,))
 
 
-def _cut(
-    seen: Source, spelling: str, write: WriteOptions, parts: list[WrittenTensor], tp_rank: int, tp_size: int
-) -> list[Box | None]:
+def _cut(seen: Source, spelling: str, write: WriteOptions, parts: list[WrittenTensor], rank: TensorRank) -> list[Box | None]:
     """A rank's part of each tensor; None for the whole."""
-    if tp_size == 1:
+    if rank.tp_size == 1:
         return [None] * len(parts)
     if spelling != "hf":
         raise Unsupported("tp_size: parts are made of Hugging Face's names alone\nLeave out spelling='native'.")
-    dims, problems, found = _dims(seen, write, tp_size), Problems(), list[Box | None]()
-    for part in parts:
-        dim = dims.get(part.source.param)
-        if dim is None:
-            found.append(None)
-            continue
-        if part.shape[dim] % tp_size:
-            text = f"{part.names[0]}: dimension {dim} of {part.shape} cannot be cut into {tp_size} equal parts"
-            problems.add(Unsupported, text, "Take it whole, with tp_size=1, and cut it as your engine does.")
-        offset, shape = [0] * len(part.shape), list(part.shape)
-        shape[dim] //= tp_size
-        offset[dim] = tp_rank * shape[dim]
-        found.append(Box(tuple(offset), tuple(shape)))
+    dims, problems = _dims(seen, write, rank.tp_size), Problems()
+    found = [rank.part(one, dims[one.source.param], problems) if one.source.param in dims else None for one in parts]
     problems.raise_if_any()
     return found
 
 
-def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, int]:
-    """Of every Hugging Face tensor that is cut, the dimension: that along which Megatron cuts what it is part of.
+def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, tuple[int, bool]]:
+    """Of every Hugging Face tensor that is cut, the dimension: that along which Megatron cuts what it is part of; and if it counts words.
 
     Raises:
         Unsupported: The model's names are not known, or its heads cannot be dealt to so many ranks.
     """
     config = description(seen, write)
     relation, sizes, *_ = related(repacked(seen, config, packs_experts=False), config, write)
-    problems, dims = Problems(), dict[str, int]()
+    problems, dims = Problems(), dict[str, tuple[int, bool]]()
     for heads, what in ((sizes.groups, "key and value heads"), (sizes.delta_keys, "key heads of linear attention")):
         if heads % tp_size:
             text = f"tp_size: {heads} {what} cannot be dealt to {tp_size} ranks"
@@ -202,7 +235,7 @@ def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, int]:
         if spec.partition.parts or spec.partition.own_copies or link.huggingface_box.step is not None:
             text = f"{link.huggingface}: a tensor-parallel rank's part of it is more than one run of rows"
             problems.add(Unsupported, text, "Take the weights whole, with tp_size=1, and cut them as your engine does.")
-        dims[link.huggingface] = _dim(link, spec.partition.dim)
+        dims[link.huggingface] = _dim(link, spec.partition.dim), spec.partition.vocabulary
     problems.raise_if_any()
     return dims
 

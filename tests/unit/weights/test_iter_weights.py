@@ -84,6 +84,31 @@ def test_a_part_is_what_megatron_gave_that_rank(tp_rank: int) -> None:
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_words_are_dealt_as_megatron_deals_them(tp_rank: int) -> None:
+    """132 words in 160 rows: the second rank has rows that are no words."""
+    rank = plain_load(MEGATRON / "iter_0000002" / f"mp_rank_{tp_rank:02d}_000" / "model_optim_rng.pt")
+    rows = rank["model"]["embedding.word_embeddings.weight"]
+    padded = rank["args"].padded_vocab_size
+    found = dict(iter_weights(MEGATRON, tp_rank=tp_rank, tp_size=2, padded_vocab_size=padded, names="*embed*"))
+    part = found["model.embed_tokens.weight"]
+    assert len(part) == [80, 52][tp_rank]
+    assert torch.equal(part, rows[: len(part)])
+
+
+@pytest.mark.parametrize(("padded", "expected"), [(None, [96, 36]), (132, [66, 66]), (264, [132, 0])])
+def test_words_are_dealt_as_vllm_deals_them(padded: int | None, expected: list[int]) -> None:
+    """Of 132 words and no more said 192 are dealt; by hand, after vLLM's ``VocabParallelEmbedding``."""
+    (whole,) = dict(iter_weights(MEGATRON, names="*embed*")).values()
+    rows = list[torch.Tensor]()
+    for rank in range(2):
+        rows += dict(
+            iter_weights(MEGATRON, tp_rank=rank, tp_size=2, padded_vocab_size=padded, names="*embed*")
+        ).values()
+    assert [len(one) for one in rows] == expected
+    assert torch.equal(torch.cat(rows), whole)
+
+
 @pytest.mark.parametrize("source", [MEGATRON, MIXTURE], ids=lambda source: source.name)
 def test_parts_make_the_whole(source: Path) -> None:
     parts = [dict(iter_weights(source, tp_rank=rank, tp_size=2)) for rank in range(2)]
@@ -103,6 +128,10 @@ def test_what_cannot_be_cut_is_named() -> None:
         iter_weights(MEGATRON, tp_rank=2, tp_size=2)
     with pytest.raises(UsageError, match=r"no weight of .* is called so: lm_heat"):
         iter_weights(MEGATRON, names="lm_heat*")
+    with pytest.raises(Unsupported, match=r"embed_tokens\.weight: dimension 0 of \(132, 64\), 161 long, cannot be cut"):
+        iter_weights(MEGATRON, tp_size=2, padded_vocab_size=161)
+    with pytest.raises(UsageError, match=r"padded_vocab_size: expected at least 132, as .* has, found 130"):
+        iter_weights(MEGATRON, tp_size=2, padded_vocab_size=130)
     for dtype in ("bf17", "int8"):
         with pytest.raises(UsageError, match=rf"dtype: .*{dtype}"):
             iter_weights(MEGATRON, dtype=dtype)
