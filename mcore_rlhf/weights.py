@@ -201,7 +201,9 @@ def _native(source: Source, view: Chunks) -> Iterator[WrittenTensor]:
             yield WrittenTensor(name, spec.global_shape, entry.dtype, (spec.name,))
 
 
-def _cut(seen: Source, spelling: str, write: WriteOptions, parts: list[WrittenTensor], rank: TensorRank) -> list[Box | None]:
+def _cut(
+    seen: Source, spelling: str, write: WriteOptions, parts: list[WrittenTensor], rank: TensorRank
+) -> list[Box | None]:
     """A rank's part of each tensor; None for the whole."""
     if rank.tp_size == 1:
         return [None] * len(parts)
