@@ -71,11 +71,13 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
         _in_a_child(job(step, folder), config, watcher.check)
 
     make_job(job(0, out), config)  # what is wrong with it is said now
-    failed = set[int]()
+    failed = set[int | None]()
 
     def tell(event: Watched) -> None:
-        if event.step is not None:
-            (failed.add if event.kind == "failed" else failed.discard)(event.step)
+        if event.kind == "failed":
+            failed.add(event.step)
+        elif event.step is not None:
+            failed.discard(event.step)
         _print(event, as_json)
 
     settle, keep = 0.0 if watching.once else watching.settle, rules_of(watching.keep_last, watching.keep_every)

@@ -85,7 +85,9 @@ class Watcher:
     _failures: dict[int, _Failure] = field(default_factory=dict)
     _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
+    _unnoted: dict[int, Note] = field(default_factory=dict)
     _away: bool = False
+    _ails: str = ""
     _top: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,9 +114,21 @@ class Watcher:
             Whether a step was converted: there may be more.
 
         Raises:
-            StorageError: The target cannot be written, or another watcher has it.
+            StorageError: Another watcher has the target, or nobody can say.
         """
         self._results.hold()
+        try:
+            worked = self._worked()
+        except StorageError as error:  # the target's disk; it may be well again at the next look
+            if self._ails != (text := headline(str(error))):
+                self._ails = text
+                self.say(Watched("failed", None, f"{text}; it is tried again"))
+            return False
+        self._ails = ""
+        return worked
+
+    def _worked(self) -> bool:
+        self._note_what_ran()
         for note in self._results.all():
             if self.command and note.source and not note.ran and self._results.is_there(note.step):
                 self._run(note)
@@ -155,7 +169,7 @@ class Watcher:
             for number, step in found.items()
             if (note := done.get(number)) is None
             or note.source != _identity(step)
-            or not self._results.is_there(number)
+            or not (note.taken or self._results.is_there(number))
         }
         self._top = max(found, default=self._top)
         kept = self._kept({*done, *open_})
@@ -181,6 +195,7 @@ class Watcher:
                     f"step {step.step} " + ("is gone" if now is None else "was replaced") + " while it was converted"
                 )
             self._results.publish(made := Note(step.step, source, ran=not self.command))
+            self._unnoted.pop(step.step, None)
         except CheckpointError as error:
             self._failed(step, source, error)
             return
@@ -219,11 +234,22 @@ class Watcher:
         target, started = str(self._results.place(note.step)), time.monotonic()
         words = [_filled(word, target, note.step) for word in _words(self.command)]
         outcome = _outcome(words, self.command_timeout)
-        self._results.say(replace(note, ran=True))
+        self._unnoted[note.step] = replace(note, ran=True)
+        taken = not self._results.is_there(note.step)
         seconds = time.monotonic() - started
         kind: Kind = "failed" if outcome else "ran"
-        text = f"step {note.step}: {words[0]} {outcome or 'has run'}"
+        text = (
+            f"step {note.step}: {words[0]} {outcome or 'has run'}{', and the result is there no more' if taken else ''}"
+        )
         self.say(Watched(kind, note.step, text, seconds, target))
+        self._unnoted[note.step] = replace(note, ran=True, taken=taken)
+        self._note_what_ran()
+
+    def _note_what_ran(self) -> None:
+        """On a full disk that is done later, and no command is run again meanwhile."""
+        for number, note in list(self._unnoted.items()):
+            self._results.say(note)
+            del self._unnoted[number]
 
     def _retire(self) -> None:
         """Delete results that no rule wants."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rlhf.errors import StorageError, UsageError, headline
+from mcore_rlhf.errors import Corrupt, StorageError, UsageError, headline
 from mcore_rlhf.storage.beneath import make_folder, move
 from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
@@ -33,11 +33,13 @@ class Note:
         step: The step.
         source: Which state of it was converted; empty while it is.
         ran: Whether the command has run on it.
+        taken: Whether it is not there any more, as the command took it away.
     """
 
     step: int
     source: str
     ran: bool = False
+    taken: bool = False
 
     @property
     def name(self) -> str:
@@ -61,15 +63,20 @@ class Results(ABC):
         return steps.step_folder(self.out, number)
 
     def note(self, number: int) -> Note | None:
-        """What is known of a result; None where no watcher has made one."""
-        return self._notes.said(Note, Note(number, "").name)
+        """What is known of a result; None where no watcher has made one. Of one whose note a power failure has spoilt, nothing is."""
+        try:
+            return self._notes.said(Note, Note(number, "").name)
+        except Corrupt:
+            return Note(number, "")  # it is made anew
 
     def all(self) -> Iterator[Note]:
         """What is known of all of them."""
         for name in self._notes.list("step-*.json"):
-            note = self._notes.said(Note, name)
-            if note is not None and note.step >= 0 and name == note.name:
-                yield note
+            number = name.removeprefix("step-").removesuffix(".json")
+            if number.isdecimal() and name == Note(int(number), "").name:
+                note = self.note(int(number))
+                if note is not None and note.name == name:
+                    yield note
 
     def say(self, note: Note) -> None:
         """Note something."""

@@ -17,6 +17,7 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, delete
 from mcore_rlhf.manager.watch import Watched, Watcher
 from mcore_rlhf.manager.watched_results import FolderResults
+from mcore_rlhf.storage.notes import FolderNotes
 from tests.unit.cli.conftest import GOLDENS
 from tests.unit.manager.roots import make_step
 
@@ -293,6 +294,51 @@ def test_a_full_disk_is_tried_again_for_ever(runs: Runs, monkeypatch: pytest.Mon
         pass
     assert runs.results() == [1, 2, 3]
     watcher.close()
+
+
+def test_a_disk_that_is_full_when_a_command_has_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That it has run is noted later; it is not run again, and the watcher does not end."""
+    real, full = FolderNotes.put, [True]
+
+    def put(notes: FolderNotes, name: str, data: bytes, *, once: bool = False) -> bool:
+        if full[0] and b'"ran"' in data:
+            raise StorageError(f"{notes}/{name}: cannot write: No space left on device")
+        return real(notes, name, data, once=once)
+
+    monkeypatch.setattr(FolderNotes, "put", put)
+    said = runs.folder / "said"
+    script = runs.folder / "say.py"
+    script.write_text(f"import sys; open({str(said)!r}, 'a').write(sys.argv[1])")
+    command = f"{sys.executable} {script} {{step}}"
+    watcher = runs.watcher(command=command)
+    for _ in range(3):
+        assert not watcher.look()
+    assert said.read_text() == "3"
+    assert [(event.kind, event.step) for event in runs.events] == [("converted", 3), ("ran", 3), ("failed", None)]
+    full[0] = False
+    while watcher.look():
+        pass
+    watcher.close()
+    assert said.read_text() == "321"
+    assert runs.all(command=command) == []
+
+
+def test_a_command_may_take_the_result_away(runs: Runs) -> None:
+    assert runs.all(command="rm -r {path}") == [f"{kind} {step}" for step in (3, 2, 1) for kind in ("converted", "ran")]
+    assert runs.events[1].text == "step 3: rm has run, and the result is there no more"
+    assert runs.all(command="rm -r {path}", keep=(KeepLast(2),)) == []
+    runs.replace(2)
+    assert runs.all(command="rm -r {path}") == ["converted 2", "ran 2"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 60, b'{"step": 2, "source": 5}', b'{"step": 3, "source": "x"}'])
+def test_a_note_that_a_power_failure_has_spoilt(runs: Runs, content: bytes) -> None:
+    """Nobody knows what state of the step that result is of: it is made anew, and nothing is held up."""
+    runs.all()
+    (runs.out / ".watch" / "step-2.json").write_bytes(content)
+    assert runs.all() == ["converted 2"]
+    assert runs.results() == [1, 2, 3]
+    assert runs.all() == []
 
 
 def test_a_run_that_went_back_is_followed(runs: Runs) -> None:
