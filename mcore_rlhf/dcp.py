@@ -80,6 +80,7 @@ class AnyReader(StorageReader):
         optimizer: What the optimizer's is called; None to leave it unread.
         reference_config: The folder, or file, of the model's ``config.json``, where nothing in the checkpoint describes it.
         read_options: How the checkpoint is opened: ``role``, ``step``, ``follow_links`` and so on.
+        write_options: What is made of it on the way, as by ``convert``: ``merge_adapter`` with ``base_model``, ``dequantize``.
     """
 
     def __init__(
@@ -90,9 +91,12 @@ class AnyReader(StorageReader):
         optimizer: str | None = "optimizer",
         reference_config: str | None = None,
         read_options: ReadOptions | None = None,
+        write_options: WriteOptions | None = None,
     ) -> None:
         self._path, self._layout = path, KeyLayout((model,), None if optimizer is None else (optimizer,))
-        self._write = WriteOptions(reference_config=reference_config, no_optimizer=optimizer is None)
+        how = write_options or WriteOptions()
+        described = reference_config or how.reference_config
+        self._write = replace(how, reference_config=described, no_optimizer=how.no_optimizer or optimizer is None)
         self._read = read_options or ReadOptions()
         self._content: Content | None = None
         self._whole: Source | None = None

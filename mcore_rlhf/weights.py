@@ -118,6 +118,7 @@ def iter_weights(
     names: str = "*",
     reference_config: str | None = None,
     read: ReadOptions | None = None,
+    write: WriteOptions | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a checkpoint, a pair of name and tensor at a time; no optimizer state is read.
 
@@ -137,6 +138,7 @@ def iter_weights(
         names: A pattern with ``*`` for the names that are wanted.
         reference_config: The folder, or file, of the model's ``config.json``, where nothing in the checkpoint describes it.
         read: How the checkpoint is opened: ``role``, ``step``, ``follow_links`` and so on.
+        write: What is made of it on the way, as by ``convert``: ``merge_adapter`` with ``base_model``, ``dequantize``, ``ignore_fields``.
 
     Yields:
         Name and tensor on the CPU, in the module's order. The tensor is the caller's own.
@@ -150,9 +152,12 @@ def iter_weights(
         raise UsageError(f"tp_rank: expected a number from 0 to tp_size - 1, found {tp_rank!r} of {tp_size!r}")
     if spelling not in ("hf", "native"):
         raise UsageError(f"spelling: expected 'hf' or 'native', found {spelling!r}")
-    write = WriteOptions(no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config)
+    how = write or WriteOptions()
+    how = replace(
+        how, no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config or how.reference_config
+    )
     opened = open_checkpoint(checkpoint_path(Path(path)), replace(read or ReadOptions(), optimizer=False), partial=True)
-    wanted = _wanted(opened, spelling, write, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
+    wanted = _wanted(opened, spelling, how, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
     return _streamed(wanted)
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from mcore_rlhf import WriteOptions, iter_weights
 from mcore_rlhf.convert import Job, convert
+from mcore_rlhf.dcp import AnyReader
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -116,6 +119,20 @@ def test_elements_times_scales_are_torchs_own(kind: str, middle: str, tmp_path: 
     assert unlike(tensors_in(tmp_path / "out"), worth) == []
     assert config_in(tmp_path / "out") == {key: value for key, value in WIDE.items() if key != "quantization_config"}
     assert not (tmp_path / "out" / "recipe.yaml").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_without_a_conversion_are_the_same(kind: str, tmp_path: Path) -> None:
+    stored, worth = quantized(kind)
+    source = write(tmp_path / "hf", stored, WIDE)
+    with pytest.raises(Unsupported, match="a stored element is not its value"):
+        iter_weights(source, dtype="float32")
+    found = dict(iter_weights(source, write=WriteOptions(dequantize=True)))
+    assert found.keys() == worth.keys()
+    assert unlike(found, worth) == []
+    filled = {name: torch.zeros_like(tensor) for name, tensor in worth.items()}
+    dcp.load(filled, storage_reader=AnyReader(source, write_options=WriteOptions(dequantize=True)))
+    assert unlike(filled, worth) == []
 
 
 def test_another_type_is_rounded_once(tmp_path: Path) -> None:

@@ -139,6 +139,22 @@ def test_what_cannot_be_cut_is_named() -> None:
         iter_weights(MEGATRON, spelling="native", tp_size=2)
 
 
+def test_an_adapter_is_merged_into_its_base(tmp_path: Path) -> None:
+    """peft merged it, too."""
+    peft = GOLDENS / "peft"
+    with pytest.raises(Unsupported, match="holds an adapter"):
+        iter_weights(peft / "adapter")
+    how = WriteOptions(merge_adapter=True, base_model=str(peft / "base"))
+    found = dict(iter_weights(peft / "adapter", write=how))
+    expected = load_file(peft / "merged" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
+    parts = [dict(iter_weights(peft / "adapter", write=how, tp_rank=rank, tp_size=2)) for rank in range(2)]
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(torch.cat([part[down] for part in parts], 1), found[down])
+
+
 def test_torchtitans_own_names_need_a_config() -> None:
     own, config = GOLDENS / "torchtitan", GOLDENS / "torchtitan" / "config.json"
     with pytest.raises(Unsupported, match="reference_config"):
