@@ -191,6 +191,22 @@ Source: torch 2.13.0, ``optim/adam.py``, ``optim/lr_scheduler.py`` (``LRSchedule
 """
 
 
+def lambdaless(pattern: str) -> Callable[[Seen], object]:
+    """A schedule that fits is a ``LambdaLR``, as it has no numbers of its own, and lacks what that asks for: ``{file}`` and ``{key}``."""
+
+    def when(seen: Seen) -> object:
+        for name in seen.matching(pattern):
+            there = {key.partition("/")[0] for key in seen.keys(name)}
+            if "last_epoch" in there and there <= {*OF_SCHEDULE, *_OF_SOME_RELEASES}:
+                return {"file": name, "key": "lr_lambdas"}
+        return None
+
+    return when
+
+
+_OF_SOME_RELEASES = {"_is_initial", "verbose"}
+
+
 def unlisted(file: str, before: str, *names: str) -> Callable[[Seen], object]:
     """Of the names in a DCP folder that begin alike, one is not there that belongs to them, or that most such have: ``{file}``, ``{key}``.
 

@@ -7,11 +7,13 @@ first batch that is trained on. Nothing here asks the rows what they expect.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -83,6 +85,17 @@ def agree(found: Forecast, seen: Restored | None) -> None:
         assert found.resumes == all(seen.values())
 
 
+def drawn_otherwise() -> None:
+    random.seed(77)
+    np.random.seed(77)
+    torch.manual_seed(77)
+
+
+def has_random_states(python: Any, numpy: Any, cpu: torch.Tensor) -> bool:
+    same = random.getstate() == python and torch.equal(torch.get_rng_state(), cpu)
+    return same and np.array_equal(np.random.get_state()[1], numpy[1])
+
+
 class Watched(transformers.Trainer):
     """A Trainer that keeps what it had when it began to train."""
 
@@ -91,10 +104,10 @@ class Watched(transformers.Trainer):
         self.saved, self.seen = saved, Restored()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        torch.manual_seed(77)
+        drawn_otherwise()
         super()._load_rng_state(checkpoint)
-        wanted = torch.load(self.saved / "rng_state.pth", weights_only=False)["cpu"]
-        self.seen[Thing.RNG] = torch.equal(torch.get_rng_state(), wanted)
+        wanted = torch.load(self.saved / "rng_state.pth", weights_only=False)
+        self.seen[Thing.RNG] = has_random_states(wanted["python"], wanted["numpy"], wanted["cpu"])
 
     def training_step(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         if Thing.WEIGHTS not in self.seen:
@@ -180,7 +193,8 @@ TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
             ("rng_state.pth", ("numpy",)), ("rng_state.pth", ("cpu",)), ("trainer_state.json", ("global_step",)),
             ("optimizer.pt", ("param_groups", 0, "betas")), ("optimizer.pt", ("param_groups", 1, "lr")),
             ("optimizer.pt", ("param_groups", 0)), ("optimizer.pt", ("param_groups", 1, "params", 0)),
-            ("optimizer.pt", ("state", 0, "step")),
+            ("optimizer.pt", ("state", 0, "step")), ("scheduler.pt", ("lr_lambdas",)), ("scheduler.pt", ("_step_count",)),
+            ("trainer_state.json", ("train_batch_size",)), ("trainer_state.json", ("max_steps",)),
         ]
     },
     "optimizer.pt of no parameter": (of_no_parameter("optimizer.pt"), {}),
@@ -216,13 +230,13 @@ def _accelerated(folder: Path, saved: Path) -> Restored | None:
     from accelerate import Accelerator
 
     weights, moments = load_file(saved / "model.safetensors"), torch.load(saved / "optimizer.bin", weights_only=False)
-    random = torch.load(saved / "random_states_0.pkl", weights_only=False)["torch_manual_seed"]
+    states = torch.load(saved / "random_states_0.pkl", weights_only=False)
     with on_cpu():
         accelerator, trained = Accelerator(cpu=True), model(9, tie_word_embeddings=False)
         optimizer = torch.optim.AdamW(hf_runs._groups(trained), lr=1e-2, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         trained, optimizer, schedule = accelerator.prepare(trained, optimizer, schedule)
-        torch.manual_seed(77)
+        drawn_otherwise()
         try:
             accelerator.load_state(str(folder))
         except Exception:
@@ -233,7 +247,9 @@ def _accelerated(folder: Path, saved: Path) -> Restored | None:
             Thing.OPTIMIZER: len(live) == len(moments["state"])
             and all(torch.equal(live[at]["exp_avg"], one["exp_avg"]) for at, one in moments["state"].items()),
             Thing.SCHEDULER: schedule.state_dict()["last_epoch"] == HALF,
-            Thing.RNG: torch.equal(torch.get_rng_state(), random),
+            Thing.RNG: has_random_states(
+                states["random_state"], states["numpy_random_seed"], states["torch_manual_seed"]
+            ),
         }
 
 
@@ -242,6 +258,14 @@ ACCELERATE_CASES: dict[str, Change] = {
     **{f"no {name}": gone(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     **{f"{name} of zeros": zeroed(name) for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl")},
     "optimizer.bin cut": cut("optimizer.bin"),
+    **{
+        f"{name} without {key}": without(name, key)
+        for name, keys in {
+            "scheduler.bin": ("last_epoch", "lr_lambdas", "_step_count"),
+            "random_states_0.pkl": ("random_state", "numpy_random_seed", "torch_manual_seed"),
+        }.items()
+        for key in keys
+    },
     "optimizer.bin without state": without("optimizer.bin", "state"),
     "optimizer.bin without param groups": without("optimizer.bin", "param_groups"),
     "optimizer.bin without a group": without("optimizer.bin", "param_groups", 0),
