@@ -6,6 +6,7 @@ each tensor itself. Source: vLLM 00b5ad0, ``vllm/model_executor/model_loader/def
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from functools import partial
 from math import lcm
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_rlhf.consolidate import memory_layout, torch_tensor
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
@@ -45,6 +46,7 @@ _VOCABULARY_MULTIPLE = 64
 """vLLM and SGLang pad vocabularies to a multiple of that before they cut them, and newer vLLMs to one of the ranks as well.
 
 Source: vLLM 00b5ad0, ``vllm/model_executor/layers/vocab_parallel_embedding.py`` (``VocabParallelEmbedding._get_indices``)."""
+_TAKE_IT_WHOLE = "Take the weights whole, with tp_size=1, and cut them as your engine does."
 _WAITING = 1
 """Tensors that are ready before they are asked for; one more is being read, and one is whoever asks's."""
 _LOOK_S = 0.2
@@ -69,6 +71,20 @@ class Wanted:
     boxes: list[Box | None]
 
 
+class TensorCut(NamedTuple):
+    """How a tensor is dealt to tensor-parallel ranks.
+
+    Args:
+        dim: Along which dimension.
+        words: Whether that counts words.
+        copies: How many ranks in turn have the same.
+    """
+
+    dim: int
+    words: bool = False
+    copies: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRank:
     """Whose part of tensors is wanted; see :func:`iter_weights`."""
@@ -77,27 +93,26 @@ class TensorRank:
     tp_size: int
     padded_vocab_size: int | None
 
-    def part(self, tensor: WrittenTensor, cut: tuple[int, bool], problems: Problems) -> Box:
+    def part(self, tensor: WrittenTensor, cut: TensorCut, problems: Problems) -> Box:
         """What of a tensor it has.
 
         Args:
             tensor: It.
-            cut: The dimension, and whether it counts words.
+            cut: How it is dealt.
             problems: Takes what cannot be cut.
         """
-        dim, of_words = cut
-        there = tensor.shape[dim]
-        size = self._padded(there) if of_words else there
-        if size % self.tp_size:
-            text = f"{tensor.names[0]}: dimension {dim} of {tensor.shape}, {size:,} long, cannot be cut into {self.tp_size} equal parts"
-            problems.add(Unsupported, text, "Take it whole, with tp_size=1, and cut it as your engine does.")
+        there, ranks = tensor.shape[cut.dim], self.tp_size // cut.copies
+        size = self._padded(there) if cut.words else there
+        if size % ranks:
+            text = f"{tensor.names[0]}: dimension {cut.dim} of {tensor.shape}, {size:,} long, cannot be cut into {ranks} equal parts"
+            problems.add(Unsupported, text, _TAKE_IT_WHOLE)
         elif size < there:
             problems.add(
                 UsageError, f"padded_vocab_size: expected at least {there:,}, as {tensor.names[0]} has, found {size:,}"
             )
-        offset, shape, each = [0] * len(tensor.shape), list(tensor.shape), size // self.tp_size
-        offset[dim] = min(there, self.tp_rank * each)
-        shape[dim] = min(there, offset[dim] + each) - offset[dim]
+        offset, shape, each = [0] * len(tensor.shape), list(tensor.shape), size // ranks
+        offset[cut.dim] = min(there, self.tp_rank // cut.copies * each)
+        shape[cut.dim] = min(there, offset[cut.dim] + each) - offset[cut.dim]
         return Box(tuple(offset), tuple(shape))
 
     def _padded(self, words: int) -> int:
@@ -132,7 +147,8 @@ def iter_weights(
         dtype: Element type of floating-point tensors, such as ``bfloat16``; None for that of each.
         tp_rank: Of which tensor-parallel rank the part is wanted.
         tp_size: How many there are. A part is what Megatron and vLLM cut for that rank: rows of a column-parallel layer, columns of a
-            row-parallel one, words of the vocabulary; what is not cut comes whole. Of ``hf`` names only.
+            row-parallel one, words of the vocabulary; what is not cut comes whole. Of more ranks than key and value heads several have the
+            same, as in vLLM. Of ``hf`` names only.
         padded_vocab_size: Of so many words each rank has an equal part, and of those the ones that there are: the last ranks may have
             fewer, or none. None for vLLM's and SGLang's, the next multiple of 64; Megatron's stands in its arguments.
         names: A pattern with ``*`` for the names that are wanted.
@@ -214,25 +230,32 @@ def _cut(
         return [None] * len(parts)
     if spelling != "hf":
         raise Unsupported("tp_size: parts are made of Hugging Face's names alone\nLeave out spelling='native'.")
-    dims, problems = _dims(seen, write, rank.tp_size), Problems()
-    found = [rank.part(one, dims[one.source.param], problems) if one.source.param in dims else None for one in parts]
+    cuts, problems = _cuts(seen, write, rank.tp_size), Problems()
+    found = [rank.part(one, cuts[one.source.param], problems) if one.source.param in cuts else None for one in parts]
     problems.raise_if_any()
     return found
 
 
-def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, tuple[int, bool]]:
-    """Of every Hugging Face tensor that is cut, the dimension: that along which Megatron cuts what it is part of; and if it counts words.
+def _cuts(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, TensorCut]:
+    """Of every Hugging Face tensor that is cut, how: along the dimension along which Megatron cuts what it is part of.
+
+    Where there are more ranks than key and value heads, some have the same one, as in vLLM and SGLang. Source: vLLM 00b5ad0,
+    ``vllm/model_executor/layers/linear.py`` (``QKVParallelLinear``: ``num_kv_head_replicas``).
 
     Raises:
         Unsupported: The model's names are not known, or its heads cannot be dealt to so many ranks.
     """
     config = description(seen, write)
     relation, sizes, *_ = related(repacked(seen, config, packs_experts=False), config, write)
-    problems, dims = Problems(), dict[str, tuple[int, bool]]()
-    for heads, what in ((sizes.groups, "key and value heads"), (sizes.delta_keys, "key heads of linear attention")):
+    problems, cuts = Problems(), dict[str, TensorCut]()
+    copies = tp_size // sizes.groups if sizes.groups and not tp_size % sizes.groups else 1
+    for heads, what in (
+        (sizes.heads, "heads"),
+        (sizes.groups * copies, "key and value heads"),
+        (sizes.delta_keys, "key heads of linear attention"),
+    ):
         if heads % tp_size:
-            text = f"tp_size: {heads} {what} cannot be dealt to {tp_size} ranks"
-            problems.add(Unsupported, text, "Take the weights whole, with tp_size=1, and cut them as your engine does.")
+            problems.add(Unsupported, f"tp_size: {heads} {what} cannot be dealt to {tp_size} ranks", _TAKE_IT_WHOLE)
     problems.raise_if_any()
     specs = to_megatron(seen, write).model
     for link in relation.links:
@@ -241,10 +264,15 @@ def _dims(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, tuple[in
             continue
         if spec.partition.parts or spec.partition.own_copies or link.huggingface_box.step is not None:
             text = f"{link.huggingface}: a tensor-parallel rank's part of it is more than one run of rows"
-            problems.add(Unsupported, text, "Take the weights whole, with tp_size=1, and cut them as your engine does.")
-        dims[link.huggingface] = _dim(link, spec.partition.dim), spec.partition.vocabulary
+            problems.add(Unsupported, text, _TAKE_IT_WHOLE)
+        dim = _dim(link, spec.partition.dim)
+        shared = copies if _KEYS_VALUES.search(link.huggingface) and ".linear_qkv." in link.other else 1
+        cuts[link.huggingface] = TensorCut(dim, spec.partition.vocabulary, shared)
     problems.raise_if_any()
-    return dims
+    return cuts
+
+
+_KEYS_VALUES = re.compile(r"\.[kv]_proj\.(weight|bias)$")
 
 
 def _dim(link: Link, dim: int) -> int:

@@ -110,6 +110,19 @@ def test_words_are_dealt_as_vllm_deals_them(padded: int | None, expected: list[i
 
 
 @pytest.mark.parametrize("source", [MEGATRON, MIXTURE], ids=lambda source: source.name)
+def test_ranks_share_key_and_value_heads_where_there_are_more(source: Path) -> None:
+    """Two heads of four ranks: as vLLM's ``QKVParallelLinear`` says, ranks in turn have the same one; queries are dealt as ever."""
+    whole, layer = dict(iter_weights(source)), "model.layers.0.self_attn"
+    parts = [dict(iter_weights(source, tp_rank=rank, tp_size=4)) for rank in range(4)]
+    for part in ("k", "v"):
+        name = f"{layer}.{part}_proj.weight"
+        assert torch.equal(torch.cat([parts[0][name], parts[2][name]]), whole[name])
+        assert torch.equal(torch.cat([parts[1][name], parts[3][name]]), whole[name])
+    for name, dim in ((f"{layer}.q_proj.weight", 0), (f"{layer}.o_proj.weight", 1)):
+        assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
+
+
+@pytest.mark.parametrize("source", [MEGATRON, MIXTURE], ids=lambda source: source.name)
 def test_parts_make_the_whole(source: Path) -> None:
     parts = [dict(iter_weights(source, tp_rank=rank, tp_size=2)) for rank in range(2)]
     cut = 0
@@ -122,8 +135,10 @@ def test_parts_make_the_whole(source: Path) -> None:
 
 
 def test_what_cannot_be_cut_is_named() -> None:
-    with pytest.raises(Unsupported, match="key and value heads cannot be dealt to 3 ranks"):
+    with pytest.raises(Unsupported, match="2 key and value heads cannot be dealt to 3 ranks"):
         iter_weights(MEGATRON, tp_rank=0, tp_size=3)
+    with pytest.raises(Unsupported, match="4 heads cannot be dealt to 8 ranks"):
+        iter_weights(MEGATRON, tp_rank=0, tp_size=8)
     with pytest.raises(UsageError, match="tp_rank: expected a number from 0 to tp_size - 1, found 2 of 2"):
         iter_weights(MEGATRON, tp_rank=2, tp_size=2)
     with pytest.raises(UsageError, match=r"no weight of .* is called so: lm_heat"):
