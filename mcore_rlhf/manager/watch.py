@@ -86,6 +86,7 @@ class Watcher:
     _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
     _unnoted: dict[int, Note] = field(default_factory=dict)
+    _unread: set[int] = field(default_factory=set)
     _away: bool = False
     _ails: str = ""
     _top: int | None = None
@@ -148,6 +149,7 @@ class Watcher:
             self._away = True
             return []
         self._away = False
+        self._unread = {step.step for step in found if step.state == "unreadable"}
         return [step for step in found if self._is_ready(step)]
 
     def _is_ready(self, step: Step) -> bool:
@@ -171,8 +173,10 @@ class Watcher:
             or note.source != _identity(step)
             or not (note.taken or self._results.is_there(number))
         }
-        self._top = max(found, default=self._top)
-        kept = self._kept({*done, *open_})
+        self._top = max({*found, *self._unread}, default=self._top)
+        kept = self._kept(
+            {*done, *open_, *self._unread}
+        )  # an older one is not made in place of what a disk does not show
         for number in sorted(open_.keys() - kept):
             self._skip(number)
         return [open_[number] for number in sorted(open_.keys() & kept, reverse=True) if self._may_try(open_[number])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,6 +143,15 @@ class Results(ABC):
         """Let others have the target."""
 
 
+@contextmanager
+def _named(path: Path, action: str) -> Iterator[None]:
+    """Say of what a disk does not do where that was."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path, action) from error
+
+
 class FolderResults(Results):
     """In a folder of the file system, which one watcher has at a time.
 
@@ -156,25 +166,33 @@ class FolderResults(Results):
     def __init__(self, out: Path) -> None:
         self._out, self._aside = out, out / ASIDE
         super().__init__(out, FolderNotes(self._aside))
-        if self._aside.is_symlink():
-            raise UsageError(
-                f"{self._aside}: is a symbolic link, which is not followed\nRemove it, or give another folder with --into."
-            )
-        try:
+        with _named(self._aside, "create"):
+            if self._aside.is_symlink():
+                raise UsageError(
+                    f"{self._aside}: is a symbolic link, which is not followed\nRemove it, or give another folder with --into."
+                )
             make_folder(self._aside)
-        except OSError as error:
-            raise storage_error(error, self._aside, "create") from error
         try:
             self._lock = RootLock(out)
         except StorageError as error:
             raise StorageError(f"{out}: another watcher, or a run, writes here\n{headline(str(error))}") from error
-        clean_up(self._aside, alone=True)
-        for left in [*self._aside.glob("global_step_*"), *self._aside.glob("old-*")]:  # of one that was killed
-            remove_folder(left)
+        try:
+            self._clean_up()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _clean_up(self) -> None:
+        """Remove what one that was killed left."""
+        with _named(self._aside, "clean up"):
+            clean_up(self._aside, alone=True)
+            for left in [*self._aside.glob("global_step_*"), *self._aside.glob("old-*")]:
+                remove_folder(left)
 
     def is_there(self, number: int) -> bool:
         """See :meth:`Results.is_there`."""
-        return self._target(number).is_dir()
+        with _named(self._target(number), "see"):
+            return self._target(number).is_dir()
 
     def _target(self, number: int) -> Path:
         return steps.step_folder(self._out, number)
@@ -201,7 +219,8 @@ class FolderResults(Results):
                 self.say(before)
                 move(old, target)
             raise storage_error(error, target, "publish") from error
-        sync_folder(self._out)
+        with _named(self._out, "sync"):
+            sync_folder(self._out)
         remove_folder(old)
 
     def drop(self, number: int) -> None:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +34,10 @@ from mcore_rlhf.storage import appending, patience
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.publish import MANIFEST_NAME
-from tests.crash.scenes import QUIET, SURVIVORS, SingleRun, copied
+from tests.crash.scenes import QUIET, SURVIVORS, SingleRun
 from tests.faults.disk import CHANGING, READING, WRITING, Disk
+from tests.faults.scene import Scene, complaints
+from tests.faults.watching import Watch
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SYNCED = replace(QUIET, fsync=True)
@@ -47,50 +48,6 @@ FROZEN.module.load_state_dict(OLD.module.state_dict())
 _WAVE = 16 << 10
 _ID = re.compile(r"\d{13}-[0-9a-f]{8}")
 _HANGS_S = 120
-
-
-@dataclass
-class Scene(ABC):
-    """Something that meets a fault.
-
-    Args:
-        folder: For everything that it writes.
-    """
-
-    folder: Path
-
-    def __post_init__(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.base, self.live = self.folder / "base", self.folder / "live"
-        self.base.mkdir(parents=True)
-        self.lay_out()
-
-    def renew(self) -> None:
-        """Everything is as it was."""
-        copied(self.base, self.live)
-
-    @abstractmethod
-    def lay_out(self) -> None:
-        """What is there before, in ``base``."""
-
-    @abstractmethod
-    def act(self) -> str:
-        """Do it, in ``live``, while a call fails.
-
-        Returns:
-            What came of it, in a word.
-        """
-
-    @abstractmethod
-    def judge(self, word: str) -> list[str]:
-        """What is wrong with that, now that nothing fails any more."""
-
-
-def complaints(text: str, number: int, root: Path) -> list[str]:
-    """What an error's message lacks."""
-    lacks = [] if os.strerror(number) in text else [f"does not say {os.strerror(number)!r}"]
-    lacks += [] if str(root) in text else ["names no path"]
-    return [f"the message {' and '.join(lacks)}: {text.splitlines()[0]}"] if lacks else []
 
 
 @dataclass
@@ -478,6 +435,13 @@ SWEEPS |= {
             ("EIO", 1, "raise"),
         )
     },
+    **{
+        f"watch, {name}{' from there on' if many < 0 else ''}": Sweep(
+            Watch, getattr(errno, name), CHANGING if many > 0 else WRITING, many
+        )
+        for name, many in (("EIO", 1), ("ENOSPC", 1), ("ESTALE", 1), ("ENOSPC", -1))
+    },
+    "watch, EIO of reads": Sweep(Watch, errno.EIO, READING),
     "rollouts, EIO of reads": Sweep(_produce, errno.EIO, READING),
     "rollouts, short writes": Sweep(_produce, 0, "write", mode="short"),
     "rollouts, EIO of locks and close": Sweep(_produce, errno.EIO, "flock,close"),

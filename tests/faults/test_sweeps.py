@@ -24,6 +24,7 @@ SAMPLE = {
     "prune, EIO from there on": 61,
     "convert, EIO": 37,
     "rollouts, EIO": 5,
+    "watch, EIO": 19,
 }
 """Every so manieth call of each."""
 
