@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import StorageError, UsageError, headline, log_of
+from . import threads
 from .beneath import Beneath, remove
 from .framed import MAX_PAYLOAD, OVERHEAD, frame_head
 from .paths import human, storage_error, write_all
@@ -146,6 +147,7 @@ class AppendLog:
         with self._turn:
             if self._closing:
                 raise UsageError(f"{self.folder}: this writer is closed")
+            self._begin()
             has_room = self._waiting + len(record) <= self.pace.most_waiting or self._has_room(len(record))
             if self.problem is not None and self.on_error == "raise":
                 raise self.problem
@@ -153,15 +155,25 @@ class AppendLog:
             if not has_room:
                 self.counts.dropped += 1
                 return False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mcore_rlhf journal", daemon=True)
-                self._thread.start()
             was = bool(self._fresh)
             self._fresh.append(record)
             self._waiting += len(record)
             if not was or self._waiting >= self.pace.group_nbytes:
                 self._turn.notify_all()
             return True
+
+    def _begin(self) -> None:
+        """Have a thread that writes; where the system gives none, what is added waits until it does."""
+        if self._thread is not None:
+            return
+        try:
+            self._thread = threads.begin("mcore_rlhf journal", self._run)
+        except StorageError as error:
+            first, self.problem = self.problem is None, error
+            if first:
+                self._say(error)
+        else:
+            self.problem = None
 
     def _has_room(self, nbytes: int) -> bool:
         """Wait until there is room for a record, for a while; not where the disk is known to take none."""
@@ -194,6 +206,8 @@ class AppendLog:
         """
         with self._turn:
             wanted = self.counts.added
+            if self._fresh:
+                self._begin()
             self._urgent = wanted
             self._turn.notify_all()
             tried = self._turn.wait_for(lambda: self._done >= wanted or self.problem is not None, seconds)
@@ -223,7 +237,7 @@ class AppendLog:
             self._closing = True
             self.problem, self._retry_s = None, 0.0  # once more
         atexit.unregister(self._at_exit)
-        if self._thread is None:
+        if self._thread is None and not self._fresh:
             return
         try:
             self.flush(seconds)
@@ -237,7 +251,8 @@ class AppendLog:
             with self._turn:
                 self._urgent = _FOR_EVER
                 self._turn.notify_all()
-            self._thread.join(seconds)
+            if self._thread is not None:
+                self._thread.join(seconds)
 
     def begin_anew(self) -> None:
         """In a forked child: the file, the thread and what waits are the parent's."""

@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from ..errors import log_of
+from ..errors import StorageError, log_of
+from . import threads
 
 _log = log_of("mcore_rlhf.waiting")
 
@@ -48,8 +49,9 @@ class _Watch:
             wait = self._waits.setdefault(what, _Wait())
             wait.count += 1
             if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="mcore_rlhf waiting", daemon=True).start()
+                with suppress(StorageError):  # then nothing is said of this wait
+                    threads.begin("mcore_rlhf waiting", self._run)
+                    self._runs = True
 
     def end(self, what: str) -> None:
         with self._lock:

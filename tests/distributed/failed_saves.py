@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -87,6 +88,20 @@ def fail_for_good(root: Path, victim: int) -> Told:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     return _saved(root, Replaced("pwrite", ".global_step_2.", refuse, victim), lambda: None, on_error="continue")
+
+
+def get_no_thread(root: Path, victim: int, which: int) -> Told:
+    """A rank may have no more threads, when the so manieth of the save of step 2 is to begin: those that ask the disk, and its own."""
+    real, begun = threading.Thread.start, [0]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "mcore_rlhf save" and dist.get_rank() == victim:
+            begun[0] += 1
+            if begun[0] == which:
+                raise RuntimeError("can't start new thread")
+        real(thread)
+
+    return _saved(root, patch.object(threading.Thread, "start", start), lambda: None, on_error="continue")
 
 
 def fail_once(root: Path, victim: int, call: str, where: str) -> tuple[Told, bool]:

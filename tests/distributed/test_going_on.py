@@ -49,6 +49,19 @@ def test_what_failed_once_is_saved(pool: WorkerPool, tmp_path: Path, victim: int
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.parametrize(("victim", "which"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)])
+def test_a_rank_that_gets_no_thread(pool: WorkerPool, tmp_path: Path, victim: int, which: int) -> None:
+    """A container may have as many processes as it may: that step is lost, and nobody waits for what never began."""
+    results = pool.run(failed_saves.get_no_thread, tmp_path, victim, which, world_size=2, timeout=60)
+    for rank, told in enumerate(results):
+        assert told.raised == [NOTHING] * 4
+        ((_, step, text),) = [event for event in told.events if event[0] == "failed"]
+        assert step == 2
+        assert rank != victim or "the system gives no thread for it" in text, text
+    assert there(tmp_path) == [1, 3]
+    assert hidden(tmp_path) == []
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_fails_every_time_is_an_error(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
     for save, wait, again in pool.run(failed_saves.fail_too_often, tmp_path, victim, world_size=2, timeout=60):

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from mcore_rlhf.errors import StorageError
+from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.waiting import waiting_for
 
 from .options import LOG
@@ -75,12 +77,18 @@ class Background:
         """Whether the job is one that hangs, as was said or as it was left for."""
         return self.given_up or (self._run is not None and self._run.left)
 
-    def start(self, job: Callable[[], None], overdue: Callable[[], Left | None] | None = None) -> None:
+    def start(
+        self,
+        job: Callable[[], None],
+        overdue: Callable[[], Left | None] | None = None,
+        unstarted: Callable[[StorageError], None] = lambda error: None,
+    ) -> None:
         """Run a job; the one before must have been waited for.
 
         Args:
             job: It.
             overdue: Asked again and again on another thread, whether the job is to be left to itself; None while all is well.
+            unstarted: Hears that there is no thread for the job, which has then failed.
         """
         assert self._run is None, "wait for the last job first"
         current = self._run = _Run()
@@ -98,9 +106,13 @@ class Background:
                 if (left := asked()) is not None:
                     current.end(left.error, left=True)
 
-        threading.Thread(target=run, name="mcore_rlhf save", daemon=True).start()
-        if overdue is not None:
-            threading.Thread(target=watch, args=(overdue,), name="mcore_rlhf watch", daemon=True).start()
+        try:
+            if overdue is not None:
+                threads.begin("mcore_rlhf watch", watch, overdue)
+            threads.begin("mcore_rlhf save", run)
+        except StorageError as error:
+            unstarted(error)
+            current.end(error)
 
     def leave(self, error: BaseException) -> None:
         """Leave the job to itself, if it still runs: another one may be started."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, headline, in_a_line
 from mcore_rlhf.families.megatron.folders import TRACKER
+from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.manifest import Manifest, provenance
 from mcore_rlhf.storage.publish import replace_text
 
@@ -88,6 +89,11 @@ class SaveJob:
             self._attempts()
         finally:
             self._let_go()
+
+    def unstarted(self, error: StorageError) -> None:
+        """There is no thread for it: the others hear of that, and the copy is not waited for."""
+        self._lost(self._ended_by(error, 0))
+        self._let_go()
 
     def _let_go(self) -> None:
         """Training need not wait for a copy that nobody will write."""
@@ -175,8 +181,8 @@ class SaveJob:
         outcome = unknown if self.delivered else "The step is not committed; older ones are untouched. "
         error = StorageError(f"{text}{outcome}The next save starts afresh.")
         self.reporter.say("failed", self.transaction.step, headline(str(error)))
-        # What hangs may be the very folder that these go into.
-        threading.Thread(target=self._tell_of, args=(error,), name="mcore_rlhf word", daemon=True).start()
+        with suppress(StorageError):  # what hangs may be the very folder that these go into
+            threads.begin("mcore_rlhf word", self._tell_of, error)
         return Left(error)
 
     def _tell_of(self, error: CheckpointError) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline, in_a_line
+from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.waiting import waiting_for
 
 from ..rlhf.consumed import consumed_by
@@ -131,7 +131,8 @@ class Saver:
             failed=failed,
         )
         self.unsaved, lazy, nbytes = None, bool(snapshot.still), snapshot.nbytes
-        self._background.start(partial(self._run, job), None if self.options.save_timeout is None else self._overdue)
+        overdue = None if self.options.save_timeout is None else self._overdue
+        self._background.start(partial(self._run, job), overdue, job.unstarted)
         if snapshot.stream is not None and not snapshot.stream.ended:
             self._fence.begin(snapshot.stream, step, report)
             if not lazy:
@@ -175,8 +176,8 @@ class Saver:
         """Say that a save failed before anything of it went on behind training."""
         self.reporter.say("failed", step, f"{in_a_line(error)}; training goes on")
         if self.world.commits:  # the file system may be what hangs
-            noting = partial(FailedSave.note, self.root, step, error)
-            threading.Thread(target=noting, name="mcore_rlhf word", daemon=True).start()
+            with suppress(StorageError):
+                threads.begin("mcore_rlhf word", FailedSave.note, self.root, step, error)
 
     def _wait(self) -> None:
         """See :meth:`wait`: the cause, rather than that somebody else failed."""

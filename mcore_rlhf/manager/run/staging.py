@@ -18,7 +18,8 @@ from typing import TypeAlias
 import torch
 
 from mcore_rlhf.engines.base import LiveFile, Segment
-from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.errors import CheckpointError, StorageError, headline
+from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.paths import human
 
 from .commit import Stopped
@@ -168,9 +169,13 @@ class Stream:
         return self._ended.is_set()
 
     def start(self) -> None:
-        """Copy behind training."""
+        """Copy behind training; where there is no thread for that, now."""
         self._begun = True
-        threading.Thread(target=self.run, args=(_PIECE_BYTES,), name="mcore_rlhf copy", daemon=True).start()
+        try:
+            threads.begin("mcore_rlhf copy", self.run, _PIECE_BYTES)
+        except StorageError as error:
+            LOG.warning("%s; training waits for it", headline(str(error)))
+            self.run(_PIECE_BYTES)
 
     def queue(self) -> None:
         """Copy all now; what lies on a GPU is only queued there, and who reads it waits."""

@@ -86,6 +86,33 @@ def test_an_error_of_others_is_named(tmp_path: Path, error: Exception) -> None:
     assert f"step 2 was not saved: {name}" in said
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", ["mcore_rlhf save", "mcore_rlhf copy", "mcore_rlhf watch", "mcore_rlhf waiting"])
+def test_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lazy: bool) -> None:
+    """A container may have as many processes as it may: nothing is waited for that never began."""
+    real, full = threading.Thread.start, [False]
+
+    def start(thread: threading.Thread) -> None:
+        if full[0] and thread.name == name:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    model = torch.nn.Linear(200, 200)
+    engine = TorchEngine(model, torch.optim.AdamW(model.parameters()))
+    options = ManagerOptions(catch_signals=False, fsync=False, on_error="continue", save_timeout=30, lazy_snapshot=lazy)
+    with CheckpointManager(tmp_path, engine, options=options) as run:
+        run.save(1, blocking=True)
+        full[0] = True
+        run.save(2)
+        run.before_step()
+        run.wait()
+        full[0] = False
+        run.save(3)
+    lost = name in ("mcore_rlhf save", "mcore_rlhf watch")
+    assert [step.step for step in steps.committed(tmp_path)] == ([1, 3] if lost else [1, 2, 3])
+
+
 def test_one_that_was_made_good_is_not(tmp_path: Path, disk: threading.Event) -> None:
     with manager(tmp_path, on_error="continue") as run:
         disk.set()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -161,6 +162,47 @@ def test_who_wants_it_is_told_by_add(tmp_path: Path, fsync: Fsync) -> None:
     assert log.counts.added == 1, "what was refused is not waited for"
     with pytest.raises(StorageError):
         log.close()
+
+
+@pytest.mark.parametrize("how", ["continue", "raise"])
+def test_where_there_is_no_thread_it_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Literal["continue", "raise"]
+) -> None:
+    """A container may have as many processes as it may."""
+    real, full, heard = threading.Thread.start, [True], list[StorageError | None]()
+
+    def start(thread: threading.Thread) -> None:
+        if full[0]:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    log = AppendLog(tmp_path, "w", b"h", QUICK, on_error=how, on_problem=heard.append)
+    for record in (b"one", b"two"):
+        if how == "raise":
+            with pytest.raises(StorageError, match="the system gives no thread for it"):
+                log.add(record)
+        else:
+            assert log.add(record)
+    assert len(heard) == 1
+    if how == "continue":
+        with pytest.raises(StorageError, match="the system gives no thread for it"):
+            log.flush(1)
+    full[0] = False
+    log.add(b"three")
+    log.close()
+    assert records(tmp_path) == ([b"one", b"two"] if how == "continue" else []) + [b"three"]
+
+
+def test_one_that_never_gets_a_thread_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    log = AppendLog(tmp_path, "w", b"h", QUICK)
+    assert log.add(b"one")
+    log.close()
+    assert records(tmp_path) == []
 
 
 def test_a_disk_that_hangs_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
