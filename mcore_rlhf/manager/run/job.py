@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, headline, in_a_line
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.manifest import Manifest, provenance
+from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import replace_text
 
 from ..rlhf.carried import Carried
@@ -287,20 +289,24 @@ class SaveJob:
         return values
 
     def _after(self, nbytes: int) -> None:
-        """The step is safe. Nothing that fails from here on is a failed save."""
+        """The step is safe. Nothing that fails from here on is a failed save, nor keeps from what follows it: a full disk is freed."""
         seconds = time.monotonic() - self._started
         speed = nbytes / max(seconds, 1e-9) / 1e9
         self.reporter.say("commit", self.transaction.step, seconds=seconds, bytes=nbytes, gb_per_s=speed)
-        try:
-            self.ours()
-            replace_text(self.transaction.root / TRACKER, str(self.transaction.step))
-            FailedSave.forget(self.transaction.root)
-            if not self.progress.given_up:  # a later save does it
-                self.then(self.progress)
-        except Exception as error:
-            unforeseen = None if isinstance(error, CheckpointError) else error  # with its traceback
-            rank, step = self.world.rank, self.transaction.step
-            LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, error, exc_info=unforeseen)
+        root, tracked = self.transaction.root, str(self.transaction.step)
+        track, forget = partial(replace_text, root / TRACKER, tracked), partial(FailedSave.forget, root)
+        for follow in (self.ours, track, forget, self._then):
+            try:
+                follow()
+            except Exception as error:
+                told = storage_error(error, root, "finish") if isinstance(error, OSError) else error
+                unforeseen = None if isinstance(told, CheckpointError) else error  # with its traceback
+                rank, step = self.world.rank, self.transaction.step
+                LOG.warning("rank=%d step=%d: after the commit: %s", rank, step, told, exc_info=unforeseen)
+
+    def _then(self) -> None:
+        if not self.progress.given_up:  # a later save does it
+            self.then(self.progress)
 
 
 def word_of(world: World, error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -19,6 +20,7 @@ from mcore_rlhf.manager.run import job, steps
 from mcore_rlhf.manager.run.failed import FAILED, FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
+from mcore_rlhf.manager.run.retention import KeepLast, Retention
 
 
 @pytest.fixture
@@ -111,6 +113,24 @@ def test_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         run.save(3)
     lost = name in ("mcore_rlhf save", "mcore_rlhf watch")
     assert [step.step for step in steps.committed(tmp_path)] == ([1, 3] if lost else [1, 2, 3])
+
+
+def test_a_disk_that_is_full_after_the_commit_is_freed_by_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That the tracker cannot be written keeps no old step from being deleted; it is said in a line."""
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with manager(tmp_path, keep=Retention((KeepLast(1),))) as run:
+        run.save(1, blocking=True)
+        monkeypatch.setattr(job, "replace_text", full)
+        run.save(2, blocking=True)
+    assert [step.step for step in steps.committed(tmp_path)] == [2]
+    (said,) = [record for record in caplog.records if "after the commit" in record.getMessage()]
+    assert f"{tmp_path}: cannot finish: No space left on device" in said.getMessage()
+    assert not said.exc_info
 
 
 def test_one_that_was_made_good_is_not(tmp_path: Path, disk: threading.Event) -> None:
