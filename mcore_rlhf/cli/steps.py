@@ -337,13 +337,14 @@ def _pruned_facts(
     other steps); ``foreign`` (those of them that have no manifest, and go by no rule); ``bytes`` deleted; ``cleaned`` (what dead
     processes had left).
     """
-    gone, there = {deletion.step for deletion in deleted}, listed_steps(root)
+    gone = {deletion.path for deletion in deleted}
+    there = [step for step in naming_of(root).listed(root) if step.path not in gone]
     return {
         "root": str(root),
         "dry_run": dry_run,
         "deleted": [_deletion_facts(deletion) for deletion in deleted],
-        "failed": [_deletion_facts(deletion) for deletion in planned if deletion.step not in gone],
-        "kept": sorted({step.step for step in there} - gone),
+        "failed": [_deletion_facts(deletion) for deletion in planned if deletion.path not in gone],
+        "kept": sorted({step.step for step in there}),
         "foreign": sorted({step.step for step in there if step.state == "foreign"}),
         "bytes": sum(deletion.nbytes for deletion in deleted),
         "cleaned": list(cleaned),

@@ -6,6 +6,7 @@ ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -121,22 +122,33 @@ class TrainerRun:
     Args:
         root: Its folder.
         trainer: Whose.
-        found: Its steps by number, oldest first.
+        found: Its steps by number, oldest first; of several folders of one, the one that :func:`_worth` puts last.
         aside: Numbers and folders of what is being written or replaced.
+        again: Other folders of the same steps: some trainers' names say more than the number.
     """
 
     root: ReadablePath
     trainer: Trainer
     found: Mapping[int, TrainerStep]
     aside: tuple[tuple[int, ReadablePath], ...] = ()
+    again: tuple[TrainerStep, ...] = ()
 
     def listed(self) -> list[Step]:
-        """Every step, oldest first, and what is not one yet."""
+        """Every step once, oldest first, and what is not one yet."""
         title = self.trainer.title
         why = f"being written or replaced by {title}, or left behind by a process that died"
         half = [Step(step, path, "partial", steps.size_of(path), why=why) for step, path in self.aside]
         whole = [step.described() for step in self.found.values()]
         return sorted([*whole, *half], key=lambda one: (one.step, one.state == "partial"))
+
+    def folders(self) -> list[Step]:
+        """As :meth:`listed`, with every folder of each step: the one to go on from last."""
+        again = [step.described() for step in self.again]
+        return sorted([*again, *self.listed()], key=_worth) if again else self.listed()
+
+    def of(self, step: Step) -> TrainerStep:
+        """What one of :meth:`folders` is of this run."""
+        return next((one for one in self.again if one.folder == step.path), self.found[step.step])
 
     def tracked(self) -> int | None:
         """The step that its tracker names, in every role the same; None where there is none, or it says nothing of a step."""
@@ -193,7 +205,7 @@ def naming_by(trainer: Trainer) -> Naming:
 
     def listed(root: ReadablePath) -> list[Step]:
         run = run_at(root)
-        return [] if run is None else run.listed()
+        return [] if run is None else run.folders()
 
     def newest_first(root: ReadablePath) -> Iterator[Step]:
         return (step for step in reversed(listed(root)) if not steps.is_hidden(step.path))
@@ -215,23 +227,37 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
     by_role = _by_role(root)
     if by_role is not None:
         return by_role
-    found = dict[int, TrainerStep]()
+    found = list[TrainerStep]()
     for name in names_in(root):
         if any(called_so(name)) and may_be_folder(root / name) and (written := writer_of(root / name)) is not None:
-            trainer, number = written
-            found[number] = TrainerStep(trainer, number, root / name, {"": root / name})
-    known = {one.trainer.name: one.trainer for one in found.values()}
+            found.append(TrainerStep(*written, root / name, {"": root / name}))
+    known = {one.trainer.name: one.trainer for one in found}
     trainers = [one for one in known.values() if not any(one.name in other.over for other in known.values())]
     if len(trainers) > 1:
-        listed = "; ".join(f"{one.folder.name} of {one.trainer.title}" for one in found.values())
+        listed = "; ".join(f"{one.folder.name} of {one.trainer.title}" for one in found)
         raise LayoutMismatch(
             f"{root}: holds steps of two trainers: {listed}\nGive the folder of the step that is meant, or move those of the other away."
         )
     if not trainers:
         return None
     (trainer,) = trainers  # those that it saves with may have written some of its steps, as far as these show
-    steps_of = {number: replace(found[number], trainer=trainer) for number in sorted(found)}
-    return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)))
+    found = _by_worth([replace(one, trainer=trainer) for one in found])
+    steps_of = {one.step: one for one in found}
+    again = tuple(one for one in found if one is not steps_of[one.step])
+    return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)), again)
+
+
+def _by_worth(found: list[TrainerStep]) -> list[TrainerStep]:
+    """By number, and folders of one number as :func:`_worth` has them; they are looked into only where there are several."""
+    often = Counter(one.step for one in found)
+    alone = [one for one in found if often[one.step] == 1]
+    again = sorted((one for one in found if often[one.step] > 1), key=lambda one: _worth(one.described()))
+    return sorted([*alone, *again], key=lambda one: one.step)
+
+
+def _worth(step: Step) -> tuple[int, bool, bool, str, str]:
+    """Steps by number; folders of one step with the one to go on from last: committed, and of such the one that was written last."""
+    return step.step, steps.is_hidden(step.path), step.resumable, step.time, step.path.name
 
 
 def step_at(folder: ReadablePath) -> TrainerStep | None:

@@ -131,10 +131,10 @@ def choose(
     return _tracked(root, passed_over)
 
 
-def _checked(step: Step, progress: Progress | None) -> Step:
-    """The step, damaged if a checksum does not hold."""
+def _checked(step: Step, progress: Progress | None, name: str = steps.MANIFEST) -> Step:
+    """The step, damaged if a checksum does not hold; ``name`` is its manifest's."""
     try:
-        manifest = steps.read_manifest(step.path)
+        manifest = steps.read_manifest(step.path, name)
         if progress is not None:
             progress.stage(f"checking step {step.step}", sum(entry.nbytes for entry in manifest.files.values()))
         advance = (lambda nbytes: None) if progress is None else progress.advance
@@ -354,13 +354,13 @@ def _chosen_of(run: TrainerRun, step: int | None, newest_intact: bool, progress:
             raise NotACheckpoint(f"{run.root}: {run.trainer.title} has no step {step} there; there are {there}")
         return ChosenStep(run.root, run.found[step].folder, "named", step, of=run.found[step])
     passed_over: list[Step] = []
-    for found in reversed([one for one in run.listed() if one.step in run.found and one.state != "partial"]):
+    for found in reversed([one for one in run.folders() if one.step in run.found and one.state != "partial"]):
         found.require_read()
         if found.resumable and newest_intact:
-            found = _checked(found, progress)
+            found = _checked(found, progress, run.of(found).manifest)
         if found.resumable:
             why = "newest intact" if newest_intact else "newest committed"
-            return ChosenStep(run.root, found.path, why, found.step, tuple(passed_over), run.found[found.step])
+            return ChosenStep(run.root, found.path, why, found.step, tuple(passed_over), run.of(found))
         passed_over.append(found)
     numbers = [one.step for one in passed_over]
     tracked = run.tracked()

@@ -55,8 +55,13 @@ class TrainerRoot:
         """Where a step appears."""
         return self.path / self.trainer.folder_of(step)
 
+    def best_of(self, step: int) -> Path:
+        """Where a step lies, or would: of several folders of it, the one to go on from."""
+        found = [one.local for one in self.listed() if one.step == step]
+        return found[-1] if found else self.folder_of(step)
+
     def listed(self) -> list[Step]:
-        """The steps, oldest first, whatever they are worth.
+        """The folders of all steps, oldest first, whatever they are worth.
 
         Raises:
             LayoutMismatch: Some are another trainer's.

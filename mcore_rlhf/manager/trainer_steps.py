@@ -141,9 +141,10 @@ class TrainerSteps:
             return []
         if choice.kind == "auto":
             return [(step.step, step.local) for step in self.root.candidates(self.reporter)]
-        folder = self.root.folder_of(choice.step) if choice.kind == "step" else choice.path
+        folder = self.root.best_of(choice.step) if choice.kind == "step" else choice.path
         if not folder.is_dir():
-            there = ", ".join(str(step.step) for step in self.root.listed() if step.resumable) or "none"
+            numbers = dict.fromkeys(str(step.step) for step in self.root.listed() if step.resumable)
+            there = ", ".join(numbers) or "none"
             raise UsageError(f"{folder}: does not exist\nCommitted steps in {self.root.path}: {there}.")
         return [(self.number_of(folder), folder)]
 

@@ -16,6 +16,7 @@ from . import (
     open_instruct,
     openrlhf,
     prime_rl,
+    ray_train,
     rlinf,
     slime,
     torchtitan,
@@ -26,7 +27,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
-    accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
+    accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class Naming:
     Args:
         manifest: What the manifest is called in a step.
         step_of: The step whose folder is called so; None where none is.
-        listed: See :func:`.steps.listed`.
+        listed: See :func:`.steps.listed`; of several folders of one step, the one to go on from is the last.
         newest_first: See :func:`.steps.newest_first`.
     """
 
@@ -34,17 +34,15 @@ class Naming:
         return steps.newest_of(self.newest_first(root))
 
     def folder_of(self, root: ReadablePath, step: int) -> ReadablePath:
-        """The folder of a step that there is.
+        """The folder of a step that there is; of several, the one to go on from.
 
         Raises:
             NotACheckpoint: There is none of that number.
         """
-        found = next(
-            (one.path for one in self.listed(root) if one.step == step and not steps.is_hidden(one.path)), None
-        )
-        if found is None:
+        found = [one.path for one in self.listed(root) if one.step == step and not steps.is_hidden(one.path)]
+        if not found:
             raise NotACheckpoint(f"{root}: there is no step {step}\nList them: mcore-rlhf steps {root}")
-        return found
+        return found[-1]
 
 
 OWN: Naming = Naming(

@@ -212,21 +212,21 @@ def planned(
     Args:
         visible: The steps of a root, oldest first; it need not be one that there is yet.
     """
-    committed = [step for step in visible if step.resumable]
+    committed = [*{step.step: step for step in visible if step.resumable}.values()]  # of several folders, the last
     if not committed:
         return []
     older = [step for step in visible if step.step < committed[-1].step and step.step not in protect]
     wanted = _wanted(policy, committed)
-    reasons = {step.step: "no rule keeps it" for step in older if step.resumable and step.step not in wanted}
+    reasons = {step.path: "no rule keeps it" for step in older if step.resumable and step.step not in wanted}
     if include_damaged:
-        reasons |= {
-            step.step: step.state for step in older if step.state in ("damaged", "partial") and not step.quarantined
-        }
-    sizes = {step.step: step.nbytes + steps.size_of(exports_of(step.path)) for step in visible}
+        wrong = [step for step in older if step.state in ("damaged", "partial") and not step.quarantined]
+        reasons |= {step.path: step.state for step in wrong}
+    sizes = {step.path: step.nbytes + steps.size_of(exports_of(step.path)) for step in visible}
     if policy.cap is not None:
-        reasons |= _beyond(policy.cap, sizes, reasons, [step for step in older if step.resumable])
+        staying = {path: nbytes for path, nbytes in sizes.items() if path not in reasons}
+        reasons |= _beyond(policy.cap, staying, [step for step in older if step.resumable])
     return [
-        Deletion(step.step, step.path, sizes[step.step], reasons[step.step]) for step in older if step.step in reasons
+        Deletion(step.step, step.path, sizes[step.path], reasons[step.path]) for step in older if step.path in reasons
     ]
 
 
@@ -236,13 +236,13 @@ def _wanted(policy: Retention, committed: Sequence[Step]) -> set[int]:
     return set[int]().union(*(rule.wants(committed) for rule in policy.keep))
 
 
-def _beyond(cap: SizeCap, sizes: dict[int, int], going: Collection[int], candidates: Iterable[Step]) -> dict[int, str]:
+def _beyond(cap: SizeCap, sizes: dict[ReadablePath, int], candidates: Iterable[Step]) -> dict[ReadablePath, str]:
     """The oldest of the candidates that must go for the rest to be within the cap."""
-    total, found = sum(nbytes for step, nbytes in sizes.items() if step not in going), dict[int, str]()
+    total, found = sum(sizes.values()), dict[ReadablePath, str]()
     for step in candidates:
-        if total > cap.nbytes and step.step not in going:
-            found[step.step] = f"more than {human(cap.nbytes)} in all"
-            total -= sizes[step.step]
+        if total > cap.nbytes and step.path in sizes:
+            found[step.path] = f"more than {human(cap.nbytes)} in all"
+            total -= sizes[step.path]
     return found
 
 
@@ -425,9 +425,9 @@ def refuse_others(root: Path, naming: Naming = OWN, advice: str = _GOING_ON) -> 
     if is_of_this_run(root):
         return
     there = naming.listed(root)
-    found = [step.step for step in there if step.resumable]
+    found = dict.fromkeys(step.step for step in there if step.resumable)
     if found:
-        listed = ", ".join(map(str, found[-_SHOWN:]))
+        listed = ", ".join(map(str, [*found][-_SHOWN:]))
         raise UsageError(
             f"{root}: holds committed steps that this run has neither loaded nor written ({listed})\n{advice}"
         )

@@ -15,7 +15,9 @@ from mcore_rlhf.manager import trainer_held
 from mcore_rlhf.manager.run import retention
 from mcore_rlhf.manager.run.options import Event, Reporter
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
-from mcore_rlhf.manager.runs import listed_steps
+from mcore_rlhf.manager.run.steps import quarantine
+from mcore_rlhf.manager.runs import listed_steps, naming_of
+from mcore_rlhf.manager.subject import chosen_step
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 
 
@@ -134,3 +136,84 @@ def test_held_samples_of_another_world(tmp_path: Path) -> None:
     trainer_held.restore(other, tmp_path, 0, Reporter(0, said.append))
     assert other._step == 0
     assert "those of 2 ranks" in said[0].text
+
+
+def flip(folder: Path) -> None:
+    (folder / "worker-0.pt").write_text("STATE")
+
+
+def shorten(folder: Path) -> None:
+    (folder / "worker-0.pt").write_text("")
+
+
+def reported(root: Path, *names: str, which: Any = "auto") -> None:
+    """Steps of Ray Train's, whose names may say more than the number."""
+
+    def write_part(folder: Path) -> None:
+        (folder / ".metadata.json").write_text("{}")
+        (folder / "worker-0.pt").write_text("state")
+
+    with TrainerSteps(root, "ray-train") as steps:
+        steps.resume(which)
+        for name in names:
+            number = steps.root.trainer.step_of(name)
+            assert number is not None
+            steps.save(number, write_part, name=name)
+
+
+def gone_on_from(root: Path, which: Any = "auto") -> str:
+    with TrainerSteps(root, "ray-train") as steps:
+        found = steps.resume(which)
+    return "" if found is None else found.name
+
+
+PLAIN, AGAIN = "checkpoint_step_6", "checkpoint_step_6-02"
+
+
+@pytest.mark.parametrize(
+    ("harm", "harmed", "expected"),
+    [(flip, AGAIN, PLAIN), (shorten, AGAIN, PLAIN), (quarantine, AGAIN, PLAIN), (flip, PLAIN, AGAIN), (shorten, PLAIN, AGAIN)],
+)  # fmt: skip
+def test_of_two_folders_of_a_step_the_intact_one_is_taken(
+    tmp_path: Path, harm: Any, harmed: str, expected: str
+) -> None:
+    reported(tmp_path, "checkpoint_step_4", PLAIN, AGAIN)
+    assert gone_on_from(tmp_path) == gone_on_from(tmp_path, 6) == AGAIN
+    harm(tmp_path / harmed)
+    assert gone_on_from(tmp_path) == expected
+    chosen = chosen_step(tmp_path, newest_intact=True)
+    assert chosen is not None
+    assert chosen.folder.name == expected
+    listed = [step.path.name for step in listed_steps(tmp_path)]
+    assert listed == ["checkpoint_step_4", AGAIN if harm is flip else expected], (
+        "each number once; bytes are not read for a list"
+    )
+
+
+def test_of_many_folders_of_a_step_the_last_name_is_taken(tmp_path: Path) -> None:
+    reported(tmp_path, PLAIN, *(f"{PLAIN}-{number:02d}" for number in range(2, 12)))
+    assert gone_on_from(tmp_path) == f"{PLAIN}-11"
+
+
+def test_a_run_that_goes_back_leaves_every_folder_behind(tmp_path: Path) -> None:
+    reported(tmp_path, "checkpoint_step_2", PLAIN, AGAIN)
+    reported(tmp_path, "checkpoint_step_4", which=2)
+    assert gone_on_from(tmp_path) == "checkpoint_step_4"
+    assert {path.parent.name for path in tmp_path.glob("*/quarantined.json")} == {PLAIN, AGAIN}
+
+
+def test_rules_count_a_step_once_and_delete_a_folder_for_what_it_is(tmp_path: Path) -> None:
+    reported(
+        tmp_path, "checkpoint_step_2", "checkpoint_step_4", "checkpoint_step_4-02", PLAIN, AGAIN, "checkpoint_step_8"
+    )
+
+    def going(n: int) -> list[str]:
+        rules, naming = Retention([KeepLast(n)]), naming_of(tmp_path)
+        found = retention.plan_deletions(tmp_path, rules, include_damaged=True, naming=naming)
+        return sorted(one.path.name for one in found)
+
+    assert going(3) == ["checkpoint_step_2"]
+    assert going(2) == ["checkpoint_step_2", "checkpoint_step_4", "checkpoint_step_4-02"]
+    shorten(tmp_path / "checkpoint_step_4")
+    shorten(tmp_path / AGAIN)
+    assert going(4) == ["checkpoint_step_4", AGAIN], "the intact one of the same step stays"
