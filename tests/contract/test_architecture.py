@@ -62,7 +62,7 @@ ONLY_IN = {
     "transformer_engine": {"engines", "integrations", "demo"},
     "transformers": set(),
     "peft": set(),
-    "ray": {"manager"},
+    "ray": {"manager", "integrations"},
     "click": {"cli"},
     "rich": {"cli"},
 }

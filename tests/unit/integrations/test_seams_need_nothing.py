@@ -24,7 +24,7 @@ _CODE = """
 import importlib, sys
 for name in {foreign}:
     sys.modules[name] = None  # as where it is not installed
-NAMES = "accelerate_state deepspeed_checkpoints megatron_bridge miles nemo_rl transformers_trainer verl_trainer"
+NAMES = "accelerate_state deepspeed_checkpoints megatron_bridge miles nemo_rl ray_train transformers_trainer verl_trainer"
 for name in NAMES.split():
     importlib.import_module("mcore_rlhf.integrations." + name)
 from types import SimpleNamespace
@@ -32,6 +32,11 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.integrations import megatron_bridge
 try:
     megatron_bridge.use(SimpleNamespace())
+except Unsupported as error:
+    print(error)
+from mcore_rlhf.integrations.ray_train import Commits
+try:
+    Commits()
 except Unsupported as error:
     print(error)
 for name in ("nemo_rl", "verl_trainer"):
@@ -59,6 +64,7 @@ def said() -> str:
     "text",
     [
         "Megatron-Bridge's megatron.bridge.utils.instantiate_utils cannot be imported",
+        "Ray Train's ray.train cannot be imported",
         "NeMo-RL's nemo_rl.utils.checkpoint.CheckpointManager: ",
         "verl.trainer.ppo.ray_trainer.RayPPOTrainer: ",
         "torchtitan's components.checkpointer.dcp cannot be imported",
