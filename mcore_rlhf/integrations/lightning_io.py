@@ -27,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError, headline
 from mcore_rlhf.manager.run import retention
 from mcore_rlhf.manager.run.together import Write
 from mcore_rlhf.manager.run.world import World
@@ -56,6 +56,7 @@ SEAM = Seam(
     },
 )
 SEAM.check(TorchCheckpointIO)
+_SHOWN = 5
 
 
 class _Nothing(dict[str, Any]):
@@ -84,7 +85,7 @@ class CommittedCheckpointIO(TorchCheckpointIO):
         )
         self._roots = dict[Path, TrainerSteps]()
         self._loaded: Path | None = None
-        self._written = set[Path]()
+        self._own = set[Path]()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """As Lightning's own, which calls it on rank 0 alone.
@@ -107,14 +108,14 @@ class CommittedCheckpointIO(TorchCheckpointIO):
             steps.goes_on_from(self._loaded)
         self._loaded = None
         if steps.save(number, write, name=place.name, metrics=_measured(checkpoint)) is not None:
-            self._written.add(steps.root.path / place.name)
+            self._own.add(steps.root.path / place.name)
             self._supersede(steps, number, place.name)
         return None
 
     def _supersede(self, steps: TrainerSteps, number: int, name: str) -> None:
-        """Delete folders of the same step that other runs left: another epoch, or ``-v1``, stands in their names."""
+        """Delete folders of the same step that this run has neither loaded nor written: another epoch, or ``-v1``, is in their names."""
         for other in sorted(steps.root.path.iterdir()):
-            again = steps.root.trainer.step_of(other.name) == number and other not in self._written
+            again = steps.root.trainer.step_of(other.name) == number and other not in self._own
             if again and _is_committed(steps, other):
                 self._delete(steps, other, number, f"saved again as {name}")
 
@@ -155,12 +156,17 @@ class CommittedCheckpointIO(TorchCheckpointIO):
             self._tags.check(folder.parent, folder.name)
             retention.remember(folder)
             self._loaded = None if beside.root.trainer.step_of(folder.name) is None else folder
+            self._own.add(folder)
             return _file_in(beside, folder)
         if place.is_file() or place.suffix == ".ckpt":
             return place
         steps = self._steps_of(place)
         found = steps.resume("auto")
-        return None if found is None else _file_in(steps, found)
+        if found is None:
+            _refuse_files(place)
+            return None
+        self._own.add(found)
+        return _file_in(steps, found)
 
     def remove_checkpoint(self, path: Any) -> None:
         """As Lightning's own, which calls it on rank 0 alone; but a step stays as long as no newer one is committed.
@@ -178,16 +184,20 @@ class CommittedCheckpointIO(TorchCheckpointIO):
         if number is None:
             retention.remove_folder(place, steps.root.manifest)
             return None
-        newest = steps.root.naming.newest(steps.root.path)
-        if newest is None or newest.step <= number:
-            steps.reporter.say("skip", number, f"{place.name} is not deleted: no newer step is committed")
-        else:
-            self._delete(steps, steps.root.path / place.name, number, "Lightning's own rules do not keep it")
+        self._delete(steps, steps.root.path / place.name, number, "Lightning's own rules do not keep it", after=True)
         return None
 
-    def _delete(self, steps: TrainerSteps, folder: Path, number: int, why: str) -> None:
-        if retention.delete(folder, steps.root.naming):
-            steps.reporter.say("delete", number, f"{folder.name}: {why}")
+    def _delete(self, steps: TrainerSteps, folder: Path, number: int, why: str, *, after: bool = False) -> None:
+        """Delete a folder, where that is asked for only when a newer step is committed. What cannot be deleted stays: training goes on."""
+        naming = steps.root.naming
+        try:
+            newest = naming.newest(steps.root.path) if after else None
+            if after and (newest is None or newest.step <= number):
+                steps.reporter.say("skip", number, f"{folder.name} is not deleted: no newer step is committed")
+            elif retention.delete(folder, naming):
+                steps.reporter.say("delete", number, f"{folder.name}: {why}")
+        except CheckpointError as error:
+            steps.reporter.say("skip", number, f"{folder.name} is not deleted: {headline(str(error))}")
 
     def _alone(self) -> World:
         return World(0, 1, self._options.timeout)
@@ -215,6 +225,21 @@ def _place(path: Any) -> Path | None:
 
 def _is_committed(steps: TrainerSteps, folder: Path) -> bool:
     return (folder / steps.root.manifest).is_file()
+
+
+def _refuse_files(folder: Path) -> None:
+    """A run does not begin anew beside Lightning's own files, which hold as much as a step.
+
+    Raises:
+        NotACheckpoint: There are some.
+    """
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    found = [name for name in names if name.endswith(".ckpt") and not name.startswith(".")]
+    if found:
+        raise NotACheckpoint(
+            f"{folder}: holds no committed step, but {', '.join(found[:_SHOWN])}\n"
+            "Give the one to go on from as ckpt_path; or give this run a folder of its own."
+        )
 
 
 def _file_in(steps: TrainerSteps, folder: Path) -> Path:

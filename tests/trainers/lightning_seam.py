@@ -1,8 +1,8 @@
 """Lightning's own ``Trainer``, its checkpoints committed: ``python -m tests.trainers.lightning_seam JOB FOLDER RESULT``.
 
 Jobs: ``alone`` (Lightning's own files), ``whole``, ``killed`` (in the middle of the save of step 6), ``failed`` (the disk is full at step
-6, and it goes on), ``resumed``, ``last`` (from ``last.ckpt``), ``STEP`` (from that step). With ``torchrun``'s variables it is DDP. What
-every step saw, and what was said, is written as JSON.
+6, and it goes on), ``resumed``, ``last`` (from ``last.ckpt``), ``export`` (from step 10, which is saved under another name), ``STEP`` (from
+that step). With ``torchrun``'s variables it is DDP. What every step saw, and what was said, is written as JSON.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def main(job: str, folder: str, result: Path) -> None:
         save_top_k=1 if job in ("failed", "top") else -1, save_last=job in ("whole", "last"),
     )  # fmt: skip
     path: str | None = None if job == "alone" else folder
-    if job == "last" or job.isdecimal():
-        path = str(next(Path(folder).glob("last.ckpt" if job == "last" else f"*step={job}.ckpt")))
+    if job in ("last", "export") or job.isdecimal():
+        step = LAST if job == "export" else job
+        path = str(next(Path(folder).glob("last.ckpt" if job == "last" else f"*step={step}.ckpt")))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_steps=LAST, callbacks=[callback],
@@ -98,6 +99,8 @@ def main(job: str, folder: str, result: Path) -> None:
     model = Model()
     # with torch's own loader Lightning begins the epoch's batches anew
     trainer.fit(model, StatefulDataLoader(list(range(EPOCH * 3)), batch_size=3), ckpt_path=path)
+    if job == "export":
+        trainer.save_checkpoint(f"{folder}/export-step={LAST}.ckpt")
     rank = f"-{trainer.global_rank}" if world > 1 else ""
     result.with_name(f"{result.stem}{rank}.json").write_text(json.dumps({"seen": model.seen, "said": said}))
 

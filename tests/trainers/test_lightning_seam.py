@@ -68,10 +68,17 @@ def flip(path: Path) -> None:
 def test_killed_and_gone_on_with(runs: Runs) -> None:
     alone = runs.seen("alone", "a")
     assert (runs.folder / "a" / SIX).is_file(), "Lightning's own is a file"
+    status, _, printed = runs("resumed", "a")
+    assert status == 1
+    assert f"holds no committed step, but epoch=0-step=2.ckpt, {FOUR}" in printed, "a run does not begin anew beside it"
     assert runs.seen("whole", "b") == alone
     assert len(runs.steps("b")) == 5
     assert {*runs.steps("b").values()} == {"committed"}
     assert runs.seen("last", "b") == [], "last.ckpt is step 10"
+    assert runs.seen("export", "b") == []
+    found = {path.name for path in (runs.folder / "b").glob("*step=10.ckpt")}
+    assert found == {TEN, f"export-{TEN[8:]}"}, "what was loaded stays"
+    assert len(runs.steps("b")) == 5, "each step once"
     assert runs("killed", "c")[0] == -9
     assert runs.steps("c") == {"epoch=0-step=2.ckpt": "committed", FOUR: "committed"}
     assert runs.seen("resumed", "c") == alone[4:]
