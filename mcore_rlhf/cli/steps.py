@@ -60,10 +60,10 @@ def list_steps(given: Path, quarantine: int | None, reason: str, release: int | 
         raise UsageError("--reason says why a step is put in quarantine\nGive --quarantine STEP as well.")
     if quarantine is not None and quarantine == release:
         raise UsageError(f"--quarantine {quarantine} and --release {release} contradict each other")
-    if release is not None:
-        steps.release(naming_of(root).folder_of(root, release))
-    if quarantine is not None:
-        steps.quarantine(naming_of(root).folder_of(root, quarantine), reason)
+    for folder in naming_of(root).folders_of(root, release) if release is not None else ():
+        steps.release(folder)
+    for folder in naming_of(root).folders_of(root, quarantine) if quarantine is not None else ():
+        steps.quarantine(folder, reason)
     found, mirror = _with_advice(listed_steps(root)), MirrorStatus.read(root) if isinstance(root, Path) else None
     if json:
         emit_json([step_facts(step, mirror) for step in found])

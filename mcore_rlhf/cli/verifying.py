@@ -137,7 +137,8 @@ def _unfit_values(step: Subject, depth: Depth, damaged: list[Problem]) -> list[P
 
 def _print_model(facts: Facts) -> None:
     found = facts["checkpoint"]
-    say(f"{facts['path']}: {layout_line(found) if found else 'could not be opened'}")
+    unopened = "could not be opened" if facts["problems"] else "in no format that is known"
+    say(f"{facts['path']}: {layout_line(found) if found else unopened}")
     say(verdict_line(facts))
     for text in facts["checked"]:
         say(f"  checked  {text}")

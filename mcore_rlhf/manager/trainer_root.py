@@ -97,8 +97,8 @@ class TrainerRoot:
         """What is to be said where something is there, and nothing to resume from."""
         return NotACheckpoint(
             f"{self.path}: no committed step that is intact\n"
-            f"mcore-rlhf steps {self.path} says what is there. A step that {self.trainer.title} wrote by itself becomes one by "
-            f"mcore-rlhf adopt {self.path}/{self.trainer.steps[0].format(step='N')}; or name its folder to resume from it as it is."
+            f"mcore-rlhf steps {self.path} says what is there, and what of {self.trainer.title}'s own becomes one by mcore-rlhf adopt; "
+            "or name a step's folder to resume from it as it is."
         )
 
     def _newest_first(self, there: list[Step], reporter: Reporter) -> Iterator[Step]:

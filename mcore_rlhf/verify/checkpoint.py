@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problem, Problems
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import is_model, open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.patience import looked
@@ -101,17 +101,11 @@ def _verified(
     progress: Callable[[int], None] | None,
     begin: Callable[[int], None] | None,
 ) -> Verdict:
-    verdict = Verdict()
-    manifest = path / MANIFEST_NAME
-    if manifest.is_file():
-        verdict.manifest = True
-        try:
-            verdict.problems.extend(check(path, Manifest.read(manifest), sizes_only=True).found)
-        except CheckpointError as error:
-            verdict.problems.add_error(error)
-        verdict.checked.append("sizes of all files in the manifest")
+    verdict = _sizes(path) if (path / MANIFEST_NAME).is_file() else Verdict()
     if verdict.problems:
         return verdict
+    if verdict.manifest and not is_model(path):
+        return _by_manifest(verdict, path, depth, progress, begin)
     try:
         source = open_checkpoint(path, options, partial=True)
         more = beside(source, options.stubs, verdict.problems)
@@ -134,6 +128,41 @@ def _verified(
         if begin is not None:
             begin(Ledger(source.files).unread)
         _check_bytes(verdict, path, depth, workers, progress)
+    return verdict
+
+
+def _sizes(path: ReadablePath) -> Verdict:
+    """What a folder's manifest says of the sizes of its files."""
+    verdict = Verdict(manifest=True, checked=["sizes of all files in the manifest"])
+    try:
+        verdict.problems.extend(check(path, Manifest.read(path / MANIFEST_NAME), sizes_only=True).found)
+    except CheckpointError as error:
+        verdict.problems.add_error(error)
+    return verdict
+
+
+def _by_manifest(
+    verdict: Verdict,
+    path: ReadablePath,
+    depth: Depth,
+    progress: Callable[[int], None] | None,
+    begin: Callable[[int], None] | None,
+) -> Verdict:
+    """Hold a committed folder in no format that is known, such as a step of Lightning's, against its manifest."""
+    verdict.checked.append("nothing of what the files hold: they are in no format that is known")
+    if depth is Depth.QUICK:
+        return verdict
+    manifest = Manifest.read(path / MANIFEST_NAME)
+    if begin is not None:
+        begin(sum(entry.nbytes for entry in manifest.files.values()))
+
+    def count(_: str, nbytes: int) -> None:
+        verdict.nbytes += nbytes
+        if progress is not None:
+            progress(nbytes)
+
+    verdict.problems.extend(check(path, manifest, progress=count).found)
+    verdict.checked.append("the CRC-32 of every file in the manifest")
     return verdict
 
 

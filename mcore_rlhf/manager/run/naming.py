@@ -33,8 +33,8 @@ class Naming:
         """See :func:`.steps.newest`."""
         return steps.newest_of(self.newest_first(root))
 
-    def folder_of(self, root: ReadablePath, step: int) -> ReadablePath:
-        """The folder of a step that there is; of several, the one to go on from.
+    def folders_of(self, root: ReadablePath, step: int) -> list[ReadablePath]:
+        """The folders of a step that there is: one, but where names say more than the number.
 
         Raises:
             NotACheckpoint: There is none of that number.
@@ -42,7 +42,7 @@ class Naming:
         found = [one.path for one in self.listed(root) if one.step == step and not steps.is_hidden(one.path)]
         if not found:
             raise NotACheckpoint(f"{root}: there is no step {step}\nList them: mcore-rlhf steps {root}")
-        return found[-1]
+        return found
 
 
 OWN: Naming = Naming(

@@ -114,3 +114,65 @@ def test_what_the_tracker_names_stays(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("1")
     assert cli("prune", tmp_path / "run", "--keep-last", 1).code == 0
     assert folders(tmp_path / "run") == ["iter_0000001", "iter_0000003"]
+
+
+def ray_train(folder: Path) -> None:
+    (folder / ".metadata.json").write_text("{}")
+    (folder / "worker-0.pt").write_bytes(b"states")
+
+
+@pytest.fixture
+def twice(tmp_path: Path) -> Path:
+    """Steps 2 to 8 of Ray Train's, of which 4 and 6 lie in two folders, one of each damaged."""
+    root = tmp_path / "ray"
+    names = (
+        "checkpoint_step_2",
+        "checkpoint_step_4",
+        "checkpoint_step_4-02",
+        "checkpoint_step_6",
+        "checkpoint_step_6-02",
+        "checkpoint_step_8",
+    )
+    with TrainerSteps(root, "ray-train", StepOptions(fsync=False)) as steps:
+        for name in names:
+            steps.save(int(name[16]), ray_train, name=name)
+    for name in ("checkpoint_step_4", "checkpoint_step_6-02"):
+        (root / name / "worker-0.pt").write_bytes(b"")
+    return root
+
+
+def test_a_step_in_two_folders_is_one(cli: Cli, twice: Path) -> None:
+    listed = cli("steps", twice, "--json").json
+    assert [(step["step"], Path(step["path"]).name, step["state"]) for step in listed] == [
+        (2, "checkpoint_step_2", "committed"), (4, "checkpoint_step_4-02", "committed"), (6, "checkpoint_step_6", "committed"),
+        (8, "checkpoint_step_8", "committed"),
+    ]  # fmt: skip
+    pruned = cli("prune", twice, "--keep-last", "3", "--include-damaged", "--json").json
+    assert {Path(gone["path"]).name for gone in pruned["deleted"]} == {
+        "checkpoint_step_2",
+        "checkpoint_step_4",
+        "checkpoint_step_6-02",
+    }
+    assert (pruned["kept"], pruned["failed"]) == ([4, 6, 8], [])
+
+
+def test_quarantine_takes_every_folder_of_a_step(cli: Cli, twice: Path) -> None:
+    cli("steps", twice, "--quarantine", "6")
+    assert {path.parent.name for path in twice.glob("*/quarantined.json")} == {
+        "checkpoint_step_6",
+        "checkpoint_step_6-02",
+    }
+    cli("steps", twice, "--release", "6")
+    assert not [*twice.glob("*/quarantined.json")]
+
+
+def test_a_step_in_no_format_that_is_known_is_held_against_its_manifest(cli: Cli, twice: Path) -> None:
+    step = str(twice / "checkpoint_step_8")
+    said = cli("verify", twice).stdout
+    assert f"{step}: in no format that is known\nintact" in said
+    assert "checked  the CRC-32 of every file in the manifest" in said
+    (twice / "checkpoint_step_8" / "worker-0.pt").write_bytes(b"sTates")
+    assert cli("verify", step, "--quick").code == 0
+    found = cli("verify", step)
+    assert found.code == 1
+    assert "worker-0.pt: is damaged: CRC-32" in found.stdout
