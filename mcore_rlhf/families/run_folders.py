@@ -71,10 +71,12 @@ INNER = "dist_ckpt"
 Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl/utils/megatron_utils.py``
 (``get_dist_checkpoint_path``) at b178a3c.
 """
+CONTENTS, TRANSFORMER = "ckpt_contents.json", "transformer_config.json"
+"""Beside both: what is saved where, in layout v2, and the fields of the model's ``TransformerConfig``."""
 _MODEL = "model"
-_CONTENTS = "ckpt_contents.json"
 SPLIT_MODEL, SPLIT_WEIGHTS = f"{_MODEL}/{INNER}", f"{_MODEL}/huggingface"
 SPLIT_BESIDE = (f"optimizer/{INNER}", f"extra/{INNER}")
+SPLIT = (SPLIT_MODEL, *SPLIT_BESIDE)
 """Its layout v2: model, optimizer and random states in folders of their own; the model as Megatron's, or as Hugging Face's alone.
 
 Source: the same at 1dda039 (``MANIFEST_SCHEMA_VERSION`` 2; ``ckpt_contents.json`` is written last, and not by the script that brings
@@ -84,7 +86,7 @@ older folders into this layout, where each part has all files).
 
 def is_split(role: ReadablePath) -> bool:
     """Whether a role's folder has model, optimizer and random states in folders of their own."""
-    if (role / _CONTENTS).is_file():
+    if (role / CONTENTS).is_file():
         return (role / _MODEL).is_dir()
     return (role / _MODEL).is_dir() and any((role / part).is_dir() for part in SPLIT_BESIDE)
 
@@ -96,7 +98,7 @@ def split_beside(role: ReadablePath) -> tuple[str, ...]:
         role: A role's folder that :func:`is_split`.
     """
     try:
-        said = reading.read_json(role / _CONTENTS)["contents"].values()
+        said = reading.read_json(role / CONTENTS)["contents"].values()
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         said = ()
     listed = [entry.get("path") for entry in said if isinstance(entry, dict)]
@@ -113,3 +115,18 @@ def split_role(part: ReadablePath) -> ReadablePath | None:
     role = here.parent.parent
     known = (SPLIT_MODEL, SPLIT_WEIGHTS, *SPLIT_BESIDE)
     return role if here.relative_to(role).as_posix() in known and is_split(role) else None
+
+
+def role_of(part: ReadablePath) -> ReadablePath | None:
+    """The role's folder of verl's in which Megatron's files lie, in either layout; None where they lie elsewhere.
+
+    Args:
+        part: A folder of Megatron's files.
+    """
+    here = absolute(part)
+    return split_role(here) or (here.parent if here.name == INNER else None)
+
+
+def weights_of(role: ReadablePath) -> ReadablePath:
+    """Where a role's folder of verl's has what Hugging Face's libraries read, in the layout that it is in."""
+    return role / SPLIT_WEIGHTS if is_split(role) else role / "huggingface"

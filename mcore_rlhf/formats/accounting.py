@@ -12,6 +12,7 @@ from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Rule, Sa
 from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import CONFIG
+from mcore_rlhf.families.run_folders import CONTENTS, SPLIT, TRANSFORMER
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.leftovers import WITH_OPTIMIZER, Leftover, of_trainer
 
@@ -20,8 +21,8 @@ from .carried import unopened
 
 _ITEMIZED = (CONFIG, "adapter_config.json")
 """Files whose fields are items of their own."""
-_OF_RANKS = ("metadata.json", "fsdp_config.json", "integrity.json")
-"""Files that say how Megatron-core and verl have stored the rest, and what bytes they have stored."""
+_OF_RANKS = ("metadata.json", "fsdp_config.json", "integrity.json", CONTENTS, TRANSFORMER)
+"""Files that say how Megatron-core and verl have stored the rest, of which model, and what bytes they have stored."""
 _COPIES = ("model_state_dict/full_weights.pt",)
 """RLinf's: the same weights once more, for other programs. Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``."""
 _AGAIN = re.compile(
@@ -194,7 +195,8 @@ def _fate(file: Leftover, lost: Collection[Reason], why: str) -> Said:
     """What becomes of a file that stays where it is."""
     if file.path in _COPIES:
         return Said(Fate.LEFT, "the same weights once more", Reason.WEIGHTS)
-    if file.path in _OF_RANKS:
+    folder, _, name = file.path.rpartition("/")
+    if folder in ("", *SPLIT) and name in _OF_RANKS:
         return Said(Fate.LEFT, Reason.OF_LAYOUT.value, Reason.OF_LAYOUT)
     reason, what = file.reason or Reason.NO_PLACE, of_trainer(file.path)
     if what and reason in (Reason.TRAINER, Reason.NO_PLACE):

@@ -84,6 +84,11 @@ def build_of(relation: Relation, tied: bool) -> Build:
     )
 
 
+_OF_ROTARY = ("position_embedding_type", "rotary_base")
+"""Arguments of which each run of Megatron-LM or Megatron-Bridge has one: to megatron-core they are the model's, and no fields of its
+``TransformerConfig``. Source: megatron-core 0.19.2, ``models/gpt/gpt_model.py`` (``GPTModel``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """A model of Megatron's that is to be described as Hugging Face does.
@@ -113,11 +118,18 @@ class Described:
 
         Raises:
             Unsupported: ``config.json`` has no words for something.
+            UsageError: Nothing says how positions are told.
         """
         ignored, kept = self.options.ignore_fields, plain(self.undeclared())
         waiting = {ORIGIN: {"args": kept}} if kept else {}
         if reference is not None:
             return {**self._of_reference(reference), **waiting}
+        if travelled is None and self.args and self.args.keys().isdisjoint(_OF_ROTARY):
+            raise UsageError(
+                "args: do not say how positions are told, and no config.json lies beside the checkpoint: the model's own configuration, "
+                "which is all that its trainer wrote, has no base of rotary positions\n"
+                "Give --reference-config with the folder of the model that was trained."
+            )
         made = config_of(self.args, self.sizes, self.known, self.build, ignored)
         if travelled is not None and self.known in architecture_of(travelled):
             made = self._adapted(kept_spelling(travelled, made, self.differences(travelled)))

@@ -65,8 +65,7 @@ from .optimizer import (
     read_optimizer,
     trained_states,
 )
-from .run_config import FILE as CONFIGURATION
-from .run_config import TRAIN_STATE, TrainState, arguments_beside, train_state_beside
+from .run_config import TRAIN_STATE, UNTIED, TrainState, arguments_beside, train_state_beside
 from .torch_dcp import TorchDcpFolder
 
 _FAULT = (
@@ -136,14 +135,13 @@ class _DistReader:
     def _arguments(self) -> Arguments:
         """Those that are stored, or what the run's configuration beside them amounts to."""
         stored, located = stored_arguments(self.folder.top), self.folder.located
-        beside = {} if stored else arguments_beside(located.folder)
+        file, beside = ("", {}) if stored else arguments_beside(located.folder)
         if not beside:
             return Arguments(stored, f"args in {self.folder.common_file}")
-        self.notes.add(
-            Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {CONFIGURATION} beside it"
-        )
+        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {file} beside it")
         counters = {} if self.train_state is None else self.train_state.counters
-        return Arguments({**beside, **counters}, f"args in {located.folder.name}/{CONFIGURATION}")
+        tied = {UNTIED: OUTPUT in self.folder.model}  # which the fields of a TransformerConfig do not say
+        return Arguments({**tied, **beside, **counters}, f"args in {located.folder.name}/{file}")
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -244,7 +242,7 @@ class _DistReader:
         not there. Source: megatron-core 0.16.1, ``optimizer/distrib_optimizer.py`` (``sharded_param_state_fully_reshardable``,
         which warns of it only where it runs out of elements).
         """
-        overlapped = self.args.flag("overlap_grad_reduce", default=not self.args.values)
+        overlapped = self.args.flag("overlap_grad_reduce", default=True)
         return _FAULT if self.optimizer.sharding == FULLY_RESHARDABLE and overlapped else ""
 
     def _parallel(self) -> ParallelConfig:
@@ -278,7 +276,7 @@ class _DistReader:
             tuple(specs), self.parameters.num_layers(), tied, args.mtp_layers, args.num_experts,
             self.options.vocab_size or args.vocab_size, rows,
         )  # fmt: skip
-        check_against_arguments(args, self.folder.common_file, model, None, self.parallel)
+        check_against_arguments(args, args.where.removeprefix("args in "), model, None, self.parallel)
         require_complete(str(self.folder.located.folder), self.parameters.homes, args)
         return model, unknown
 

@@ -1,18 +1,23 @@
-"""What Megatron-Bridge writes instead of arguments: ``run_config.yaml`` beside ``.metadata``; the model's fields in it are Megatron's own.
-And instead of counters among them: ``train_state.pt``, which its loader counts on from.
+"""What trainers write instead of arguments. Megatron-Bridge has ``run_config.yaml`` beside ``.metadata``; the model's fields in it are
+Megatron's own. And instead of counters among them ``train_state.pt``, which its loader counts on from. verl has
+``transformer_config.json`` in the role's folder: the fields of a ``TransformerConfig``, without functions.
 
-Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``save_checkpoint``: ``run_config.yaml``),
+Sources: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``save_checkpoint``: ``run_config.yaml``),
 ``training/config.py`` (``ConfigContainer``), ``models/gpt_provider.py`` (``GPTModelProvider``, a ``TransformerConfig``); megatron_bridge
-0.3.1, ``training/state.py`` (``TrainState.state_dict``: a tensor without dimensions for each field, by ``torch.save``).
+0.3.1, ``training/state.py`` (``TrainState.state_dict``: a tensor without dimensions for each field, by ``torch.save``). verl 0.9.1,
+``verl/utils/checkpoint/megatron_checkpoint_manager.py`` (``_save_transformer_config``, ``_build_checkpoint_manifest``: ``world_size``);
+0.7.0, the same (``save_checkpoint``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.families.run_folders import CONTENTS, TRANSFORMER, role_of, weights_of
 from mcore_rlhf.models.meaning.declared import arguments
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
@@ -26,10 +31,19 @@ _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_
 """What Megatron-LM has as arguments of the same names."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
 _SECTIONS = ("model", "ddp", "optimizer", "train")
-_NAMES = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon", "bucket_size": "ddp_bucket_size"}
+_NAMES = {
+    "num_moe_experts": "num_experts", "bucket_size": "ddp_bucket_size",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}  # fmt: skip
 """What arguments of Megatron's are called there."""
+UNTIED = "untie_embeddings_and_output_weights"
 _TIED, _GATED, _ACTIVATION = "share_embeddings_and_output_weights", "gated_linear_unit", "activation_func"
 _GROUPS, _HEADS = "num_query_groups", "num_attention_heads"
+_OF_A_CLASS = re.compile(r"[A-Z]\w*\.\w+")
+"""A member of an enumeration, as text."""
+_ACTIVATIONS = {"silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu"}
+"""What Hugging Face's ``hidden_act`` is called there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +96,68 @@ def _counter(folder: ReadablePath, tree: Mapping[str, object], name: str) -> int
     return int(cast(SmallTensor, value)) if name != _FLOPS else int(number)
 
 
-def arguments_beside(folder: ReadablePath) -> dict[str, object]:
-    """The arguments that a run's configuration amounts to; empty where there is none.
+def arguments_beside(folder: ReadablePath) -> tuple[str, dict[str, object]]:
+    """In which file a run's configuration is, and the arguments that it amounts to; empty where there is none.
 
     Args:
-        folder: An iteration's.
+        folder: An iteration's, or a part of a role's of verl.
 
     Raises:
         Corrupt: It cannot be read.
     """
-    if not (folder / FILE).is_file():
-        return {}
+    if (folder / FILE).is_file():
+        return FILE, _of_bridge(folder)
+    role = role_of(folder)
+    return ("", {}) if role is None or not (role / TRANSFORMER).is_file() else (TRANSFORMER, _of_verl(role))
+
+
+def _of_bridge(folder: ReadablePath) -> dict[str, object]:
     import yaml  # who reads no such folder needs none of it
 
     try:
         found = yaml.safe_load(reading.read_bytes(folder / FILE, _MAX))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Corrupt(
-            f"{folder / FILE}: cannot be read: {error}\nCopy the file again from where it was written."
-        ) from None
+        raise _unreadable(folder / FILE, error) from None
     if not isinstance(found, Mapping):
         raise Corrupt(f"{folder / FILE}: expected a run's configuration, found a {type(found).__name__}")
     sections = {name: part for name in _SECTIONS if isinstance(part := found.get(name), Mapping)}
     plain = {name: value for part in sections.values() for name, value in _plain(part)}
     return {**plain, **_of_model(sections.get("model", {}))}
+
+
+def _of_verl(role: ReadablePath) -> dict[str, object]:
+    """The model's fields. The activation, which is a function, is that of the ``config.json`` of a role that has one; how many ranks
+    there were stands in the list of contents.
+    """
+    fields = _json(role / TRANSFORMER)
+    plain: dict[str, object] = {"add_position_embedding": True}  # as a GPTModel is made
+    plain |= {name: value for name, value in _plain(fields) if not _OF_A_CLASS.fullmatch(str(value))}
+    if (world := _json(role / CONTENTS).get("world_size")) and isinstance(world, int):
+        plain["world_size"] = world
+    activation = _ACTIVATIONS.get(str(_json(weights_of(role) / "config.json").get("hidden_act")))
+    said = {name: fields[name] for name in (_GROUPS, _HEADS) if name in fields}
+    if activation is not None:
+        said |= {_GATED: fields.get(_GATED), _ACTIVATION: activation}
+    return {**plain, **_of_model(said)}
+
+
+def _json(file: ReadablePath) -> Mapping[object, object]:
+    """A file's object; empty where there is no file.
+
+    Raises:
+        Corrupt: It cannot be read.
+    """
+    try:
+        found = reading.read_json(file) if file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from None
+    if not isinstance(found, Mapping):
+        raise _unreadable(file, f"expected an object, found a {type(found).__name__}")
+    return found
+
+
+def _unreadable(file: ReadablePath, why: object) -> Corrupt:
+    return Corrupt(f"{file}: cannot be read: {why}\nCopy the file again from where it was written.")
 
 
 def _plain(section: Mapping[object, object]) -> Iterator[tuple[str, object]]:
@@ -121,7 +173,7 @@ def _of_model(model: Mapping[object, object]) -> dict[str, object]:
     """What Megatron's arguments say in other words than its configuration does."""
     made: dict[str, object] = {}
     if isinstance(tied := model.get(_TIED), bool):
-        made["untie_embeddings_and_output_weights"] = not tied
+        made[UNTIED] = not tied
     if isinstance(groups := model.get(_GROUPS), int):
         made["group_query_attention"] = groups != model.get(_HEADS)
     if isinstance(gated := model.get(_GATED), bool):

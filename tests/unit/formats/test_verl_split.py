@@ -12,13 +12,13 @@ import pytest
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.account import Fate
-from mcore_rlhf.errors import Incomplete, Unsupported, Untrusted, UsageError
-from mcore_rlhf.families.options import ConvertOptions, ReadOptions
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint, roles_in
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import verify
-from mcore_rlhf.verify.differ import Differ
+from mcore_rlhf.verify.differ import Differ, Difference
 from tests.helpers.damage import edited
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -66,7 +66,7 @@ def migrated(whole: Path, role: Path) -> None:
         shutil.copytree(whole, role / name / "dist_ckpt")
 
 
-def differences(a: Source, b: Source) -> list[object]:
+def differences(a: Source, b: Source) -> list[Difference]:
     with OpenFiles(a.root) as files_a, OpenFiles(b.root) as files_b:
         return [*Differ(a, b, files_a, files_b).compare().differences]
 
@@ -125,3 +125,66 @@ def test_no_part_is_a_link_to_elsewhere(tmp_path: Path, named: str) -> None:
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Untrusted, match="a symbolic link leads out of"):
         convert(tmp_path / "actor" / named, tmp_path / "out", ConvertOptions(to="megatron"))
+
+
+FIELDS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "transformer_impl",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16", "normalization", "layernorm_epsilon",
+)  # fmt: skip
+
+
+def unsaid(whole: Path, role: Path, **changes: object) -> Path:
+    """As verl saves it, without arguments: the fields of a configuration stand beside the parts."""
+    split(whole, role)
+    with edited(role / "model" / "dist_ckpt" / "common.pt") as common:
+        args = vars(common.pop("args"))
+    fields = {name: args[name] for name in FIELDS} | {"gated_linear_unit": args["swiglu"], "num_moe_experts": None}
+    fields |= {
+        "params_dtype": "torch.bfloat16",
+        "attention_backend": "AttnBackend.auto",
+        "recompute_modules": ["core_attn"],
+    }
+    (role / "transformer_config.json").write_text(json.dumps({**fields, **changes}))
+    (role / "ckpt_contents.json").write_text(json.dumps({"world_size": args["world_size"], "contents": {}}))
+    return role
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_transformer_config_is_what_arguments_are(kind: str, tmp_path: Path) -> None:
+    role = unsaid(WHOLE[kind], tmp_path / "global_step_2" / "actor")
+    source, whole = open_checkpoint(role, ReadOptions()), open_checkpoint(WHOLE[kind], ReadOptions())
+    assert [one for one in differences(source, whole) if one.tensor is not None] == []
+    assert (source.model.params, source.parallel) == (whole.model.params, whole.parallel)
+    assert "attention_backend" not in source.state.args
+    assert verify(role, ReadOptions()).intact
+    assert any("those of transformer_config.json" in text for _, text in source.notes.lines)
+
+
+def test_positions_of_which_nobody_says_anything_are_not_made_up(tmp_path: Path) -> None:
+    """The base of rotary positions is no field of a ``TransformerConfig``."""
+    role = unsaid(WHOLE["fully"], tmp_path / "actor")
+    wanted = WriteOptions(vocab_size=130)
+    with pytest.raises(UsageError, match="--reference-config"):
+        convert(role, tmp_path / "out", ConvertOptions(to="hf", write=wanted))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("{", Corrupt, r"transformer_config\.json: cannot be read"),
+        ("[1]", Corrupt, "expected an object, found a list"),
+        (
+            '{"num_layers": 3}',
+            LayoutMismatch,
+            r"found 4 in the files, but args.num_layers is 3 in .*transformer_config\.json",
+        ),
+        ('{"tensor_model_parallel_size": 4}', LayoutMismatch, "should have 36416 elements, has 36096"),
+    ],
+)
+def test_a_configuration_that_is_damaged_or_anothers(
+    text: str, error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    role = unsaid(WHOLE["buckets"], tmp_path / "actor")
+    (role / "transformer_config.json").write_text(text)
+    with pytest.raises(error, match=match):
+        open_checkpoint(role, ReadOptions())

@@ -1,0 +1,88 @@
+"""One rank of a verl run on Megatron: trains, saves and resumes by verl's own ``MegatronCheckpointManager``, as a list of orders says.
+
+``python -m tests.trainers.verl_megatron_job ORDERS RANK``, with the packages of verl on the path. Nothing of verl is stubbed. Model, DDP,
+optimizer and schedule are megatron-core's own, on the stand-ins for a GPU of :mod:`mcore_rlhf.demo`; verl's engine makes them the same way
+(``verl/workers/engine/megatron/transformer_impl.py``, 0.9.1), out of a base model that there is none of here. The random generators of this
+process alone are saved, as verl does: no device's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rlhf.demo.trainer import Trainer
+
+# isort: split
+
+from mcore_rlhf.demo import megatron_checkpoint
+from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
+from mcore_rlhf.families.megatron.folders import TRACKER
+from tests.reference.dist_jobs import write_in_this_process
+from tests.trainers.absent import stand_in
+from tests.trainers.lessons import Step, begin
+
+stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp", "mbridge")
+
+
+def model_of(orders: dict[str, Any]) -> TinyGPT:
+    """The model; verl pads no vocabulary, so its size is one that needs none."""
+    return TinyGPT(
+        num_layers=2, vocab_size=128, dropout=0.0, dtype=orders.get("dtype", "bf16"),
+        untie_embeddings_and_output_weights=not orders["tied"], num_experts=orders.get("experts"),
+    )  # fmt: skip
+
+
+class Run:
+    """An actor of verl's on Megatron."""
+
+    def __init__(self, orders: dict[str, Any]) -> None:
+        parallel = Parallel(**orders["parallel"])
+        training = Training(seed=orders["seed"], optimizer=orders.get("optimizer", "distributed"))
+        self.trainer = Trainer(model_of(orders), parallel, training)
+        self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
+        self.orders = orders
+        write_in_this_process()
+        self.manager = manager_of(self.trainer, orders)
+
+    def step(self, number: int) -> Step:
+        self.trainer.iteration = number - 1
+        loss = self.trainer.train_step()
+        return {"loss": loss, "lr": [group["lr"] for group in self.trainer.optimizer.param_groups]}
+
+    def save(self, path: str, at: int) -> None:
+        self.manager.save_checkpoint(path, global_step=at)
+
+    def load(self, path: str) -> None:
+        """By verl; or what Megatron-LM loads, without the states of a GPU's generators, of which verl saves none here."""
+        if Path(path, TRACKER).is_file():
+            megatron_checkpoint.load(self.trainer, path, rng=False)
+        else:
+            self.manager.load_checkpoint(path)
+
+
+def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
+    from omegaconf import OmegaConf
+    from transformers import LlamaConfig
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+    contents = ["model", "optimizer", "extra"]
+    megatron = {
+        "dist_ckpt_optim_fully_reshardable": orders.get("fully", False),
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    config = OmegaConf.create({"actor": {"megatron": megatron}, "model": {"path": ""}})
+    checkpoint = {
+        "load_contents": orders.get("load_contents", contents), "save_contents": contents, "async_save": False,
+    }  # fmt: skip
+    hf = LlamaConfig(vocab_size=128)
+    return MegatronCheckpointManager(
+        config, OmegaConf.create(checkpoint), hf, trainer.config, "actor", trainer.chunks, "LlamaForCausalLM", hf,
+        trainer.config.params_dtype, False, None, trainer.optimizer, trainer.scheduler, True,
+        use_checkpoint_opt_param_scheduler=orders.get("schedule", True), use_dist_checkpointing=True,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    begin(Run)
