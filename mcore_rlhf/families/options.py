@@ -59,6 +59,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class DistParts:
+    """Where a trainer has what Megatron-core has in one folder of ``torch_dist``: in several, relative to a model's own.
+
+    Args:
+        model: The folder of the weights.
+        optimizer: That of the optimizer and the scheduler.
+        extra: That of the random states.
+        scheduler: The key of the scheduler's state.
+        described: The folder of the model's ``config.json`` and tokenizer.
+        contents: The file, written last, that says what lies where.
+        sharding: How its loader takes a distributed optimizer's states where it takes the weights from there, too.
+        arguments: What decides how its buffers are cut, as its runs have it unless they are told otherwise.
+        told: How the trainer is told to take the weights from there, with ``{path}`` for the step's folder.
+    """
+
+    model: str
+    optimizer: str
+    extra: str
+    scheduler: str
+    described: str
+    contents: str
+    sharding: str
+    arguments: Mapping[str, object]
+    told: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunOf:
     """For whose run a target is: what its trainer makes, whatever the run is; empty for none.
 
@@ -66,11 +93,18 @@ class RunOf:
         name: The trainer.
         second_group: Parts of the names of parameters that its optimizer has in a param group of their own; empty where nobody knows.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
+        parts: Where it has the parts of a ``torch_dist`` checkpoint; None where that is one folder.
     """
 
     name: str = ""
     second_group: tuple[str, ...] = ()
     wants_schedule: bool = False
+    parts: DistParts | None = None
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """Arguments that its runs on Megatron have, whatever the source's has."""
+        return {} if self.parts is None else self.parts.arguments
 
 
 @dataclass(frozen=True, slots=True)

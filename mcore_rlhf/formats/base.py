@@ -60,6 +60,7 @@ class Target:
         sums: Files that are written last, by path: each made of the SHA-256 of the others in its folder, by name.
         needs: What a run must be told besides what :meth:`Format.load_hint` says, in brackets.
         alike: Formats besides its own whose files have nothing for which it has no place.
+        described: The folder in it for the model's config and tokenizer; empty where its format has one for all.
     """
 
     format: str
@@ -73,6 +74,7 @@ class Target:
     sums: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
     needs: str = ""
     alike: tuple[str, ...] = ()
+    described: str = ""
 
 
 class Format(Names, ABC):

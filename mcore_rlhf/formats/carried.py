@@ -176,7 +176,8 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.carried = {name: path for name, path in files.items() if name not in taken}
         target.report.through([GO_ALONG], target.carried)
     elif not wanted.model_folder:
-        place = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target, wanted))
+        own = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target, wanted))
+        place = PurePosixPath(target.described) if target.described else own
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
@@ -186,9 +187,9 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.texts.update({str(place / name): text for name, text in texts.items()})
         target.carried = {str(place / name): path for name, path in files.items()}
         goes = source.of_run if wanted.family == MegatronState.names else ()
-        own = {file.path: source.root / file.path for file in goes if file.reason is None}
-        target.carried |= own
-        target.report.through([GO_ALONG], {**files, **own})
+        of_run = {file.path: source.root / file.path for file in goes if file.reason is None}
+        target.carried |= of_run
+        target.report.through([GO_ALONG], {**files, **of_run})
 
 
 def _place(source: Source, target: Target, wanted: Format) -> str:

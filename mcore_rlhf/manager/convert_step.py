@@ -233,13 +233,16 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     ) as into:
         job = prepare_step(source, options)
         publish(conversion_of(job, options), into, options, progress)
-    job.published, job.trainer, job.told = folder, trainer.name, _told(trainer, root, step, folder)
+    in_parts = any(planned.target.described for planned in job.jobs.values())
+    job.published, job.trainer = folder, trainer.name
+    job.told = _told(trainer, root, step, folder, in_parts=in_parts)
     track(root, trainer, step, fsync=options.fsync)
     return job
 
 
-def _told(trainer: Trainer, root: ReadablePath, step: int, folder: ReadablePath) -> str:
-    return f"{trainer.title}: {trainer.told.format(root=root, step=step, path=folder)}"
+def _told(trainer: Trainer, root: ReadablePath, step: int, folder: ReadablePath, *, in_parts: bool) -> str:
+    told = f"{trainer.told} {trainer.parts.told}" if in_parts and trainer.parts is not None else trainer.told
+    return f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
 
 
 def convert_part(

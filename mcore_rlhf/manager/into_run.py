@@ -57,7 +57,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(getattr(options.write, name) is not None for name in _LAYOUTS)
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule)
+    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts)
     return replace(options, to=to, trainer=trainer.name, write=replace(options.write, run_of=run))
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from string import Formatter
 from typing import Literal
 
+from mcore_rlhf.families.options import DistParts
 from mcore_rlhf.storage.paths import ReadablePath
 
 STEP = "step"
@@ -62,6 +63,7 @@ class Trainer:
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
+        parts: Where a model in ``torch_dist`` has its parts; None where they are one folder.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -84,6 +86,7 @@ class Trainer:
     second_group: tuple[str, ...] = ()
     wants_schedule: bool = False
     formats: tuple[str, ...] = ()
+    parts: DistParts | None = None
     told: str = ""
 
     @property

@@ -2,10 +2,16 @@
 
 Source: verl b178a3c, ``verl/trainer/ppo/ray_trainer.py`` (``_save_checkpoint``, ``_load_checkpoint``),
 ``verl/utils/checkpoint/checkpoint_manager.py`` (``find_latest_ckpt_path``: without a tracker training begins from scratch);
-1dda039 for the layout with ``model``, ``optimizer`` and ``extra``.
+1dda039 for the layout with ``model``, ``optimizer`` and ``extra``, and 0.9.1, ``verl/utils/megatron_utils.py``
+(``get_model_dist_checkpoint_path``, …; ``make_megatron_module``: no overlap), ``verl/workers/engine/megatron/transformer_impl.py``
+(``use_dist_checkpointing``: without it the weights are those of ``model/huggingface``). ``fully_reshardable`` its loader cannot load beside
+weights in ``torch_dist``: see ``loaders/verl.py``.
 """
 
 from __future__ import annotations
+
+from mcore_rlhf.families.options import DistParts
+from mcore_rlhf.families.run_folders import CONTENTS, SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS
 
 from .table import Trainer
 
@@ -20,6 +26,12 @@ TRAINER = Trainer(
     roles={"actor": ("actor",), "critic": ("critic",)},
     tracker="latest_checkpointed_iteration.txt",
     data="data.pt",
-    formats=("fsdp-ranks",),
+    formats=("fsdp-ranks", "megatron-dist"),
+    parts=DistParts(
+        SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
+        "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
+        f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
+        "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True",
+    ),
     told="trainer.default_local_dir={root} trainer.resume_mode=auto",
 )  # fmt: skip

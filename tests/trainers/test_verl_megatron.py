@@ -38,6 +38,19 @@ class Lab(labs.Lab):
             self.before[case] = path, seen[3:]
         return self.before[case]
 
+    def base(self, case: str) -> Path:
+        """The folder of the model that is trained, as Hugging Face has it: without weights."""
+        from transformers import LlamaConfig
+
+        tied = CASES[case].get("tied", False)
+        sizes = {
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        folder = self.folder / f"base-{case}"
+        LlamaConfig(**sizes, tie_word_embeddings=tied, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+        return folder
+
 
 @pytest.fixture(scope="module")
 def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
@@ -59,3 +72,38 @@ def test_what_verl_saves_is_read_whole(lab: Lab, case: str) -> None:
     assert job.lossless
     seen = lab.carry_out(2, [("load", target), ("train", 2)], **{**CASES[case], "seed": 7})
     assert seen == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None:
+    """As its own files, and through Megatron's and Hugging Face's: the losses of the run that went on."""
+    run, wanted = lab.trained(case)
+    layout = {**CASES[case]["parallel"], "dp": 1}
+    there: dict[str, dict[str, Any]] = {
+        "megatron": {"tp": 1, "pp": 1, "dp": 1},
+        "hf": {"with_optimizer": True, "reference_config": str(lab.base(case))},
+    }
+    roots = {"verl": lab.convert(run, "verl", f"{case}-same", **layout)[0]}
+    for to, write in there.items():
+        made = lab.folder / f"{case}-{to}-there"
+        convert(run, made, ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write)))
+        roots[to] = lab.convert(made, "verl", f"{case}-{to}", **layout)[0]
+    for to, root in roots.items():  # one after the other, each in a new run: Megatron's scheduler adds what it loads
+        contents = ["model", "optimizer", *([] if to == "hf" else ["extra"])]  # new random states are those of a GPU
+        do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
+        seen = lab.carry_out(2, do, **{**CASES[case], "seed": 7, "load_contents": contents})
+        assert seen == wanted, to
+
+
+def test_verl_goes_on_with_other_ranks(lab: Lab) -> None:
+    """Two data-parallel ranks in the place of two tensor-parallel ones, and what verl saves then is read."""
+    run, wanted = lab.trained("buckets")
+    root, _ = lab.convert(run, "verl", "data-parallel", tp=1, dp=2)
+    later = lab.folder / "later" / "global_step_5" / "actor"
+    do = [("load", root / "global_step_3" / "actor"), ("train", 2), ("save", later)]
+    seen = lab.carry_out(2, do, parallel={"dp": 2}, seed=7)
+    assert [step["lr"] for step in seen] == [step["lr"] for step in wanted]
+    assert [step["loss"] for step in seen] == pytest.approx([step["loss"] for step in wanted], abs=1e-3)
+    source = open_checkpoint(later, ReadOptions())
+    assert (source.state.iteration, str(source.parallel)) == (5, "TP1×PP1×DP2")
+    assert verify(later, ReadOptions()).intact

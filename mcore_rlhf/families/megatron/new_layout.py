@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.catalog import DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
+from mcore_rlhf.families.module import config_in
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
 from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
+from mcore_rlhf.models.huggingface.config import text_of
 from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
@@ -193,6 +195,8 @@ def choose_rows(source: Source, args: Arguments, options: WriteOptions, tp: int)
     words = options.vocab_size or (None if padded_otherwise(source, args, options) else source.model.vocab_size)
     if options.padded_vocab_size is not None:
         new = options.padded_vocab_size
+    elif options.run_of.parts is not None:
+        new = _described_rows(source) or words or rows
     elif tp == old.tp and options.vocab_size is None:
         new = rows
     elif words is not None:
@@ -207,6 +211,12 @@ def choose_rows(source: Source, args: Arguments, options: WriteOptions, tp: int)
         new = known
     _check_rows(rows, new, words, tp)
     return new
+
+
+def _described_rows(source: Source) -> int | None:
+    """Rows of the model in the ``config.json`` that travels with it: a trainer that builds its model of that pads none."""
+    found = text_of(config_in(source.carried)).get("vocab_size") if source.carried is not None else None
+    return found if isinstance(found, int) else None
 
 
 def _divisor(args: Arguments) -> int:

@@ -87,6 +87,13 @@ class NewRun:
         return cls(source, family, choices, options, report, ckpt_format)
 
     @property
+    def sharding(self) -> str:
+        """How ``torch_dist`` has a distributed optimizer's states: as asked, or as the trainer's loader takes them, or for any layout."""
+        parts = self.options.run_of.parts
+        usual = parts.sharding if parts is not None and self.choices.optimizer == DISTRIBUTED else "fully_reshardable"
+        return self.options.optimizer_sharding or usual
+
+    @property
     def tracker(self) -> str:
         """The content of the tracker file."""
         return "release" if self.source.state.release else str(self.source.state.iteration)
@@ -117,7 +124,7 @@ class NewRun:
         ``load_parameter_state_from_dp_zero`` and ``…_from_fully_reshardable`` hand on is fp32); Transformer Engine 2.9,
         ``pytorch/optimizers/fused_adam.py`` (``set_scaled_state``, which asserts 16-bit integers).
         """
-        in_buckets = self.ckpt_format == "torch_dist" and self.options.optimizer_sharding == "dp_reshardable"
+        in_buckets = self.ckpt_format == "torch_dist" and self.sharding == "dp_reshardable"
         kept = self.choices.optimizer == DISTRIBUTED and self.choices.dtype in (None, BFLOAT16)
         return in_buckets and kept and self.had_remainders
 
@@ -168,10 +175,11 @@ class NewRun:
             ckpt_format=self.ckpt_format,
         )  # fmt: skip
         if self.ckpt_format == "torch_dist" and self.choices.optimizer in (DISTRIBUTED, LAYER_WISE) and _FULLY in new:
-            new[_FULLY] = self.options.optimizer_sharding != "dp_reshardable"
+            new[_FULLY] = self.sharding != "dp_reshardable"
         if self.choices.optimizer == LAYER_WISE and self.family.by_size and BY_LAYOUT in new:
             new[BY_LAYOUT] = False
         new.pop(LAID_OUT, None)
+        new.update(self.options.run_of.arguments)
         for wrapped in _FSDP:
             if new.get(wrapped):
                 new[wrapped] = False

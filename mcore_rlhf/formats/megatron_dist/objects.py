@@ -227,8 +227,16 @@ class Objects:
 
     def items(self) -> Iterator[ObjectItem]:
         """All objects."""
+        yield from self.of_model()
+        yield from self.of_ranks()
+
+    def of_model(self) -> Iterator[ObjectItem]:
+        """Those that belong to modules."""
         for key, value in self.opaque().items():
             yield ObjectItem(_fqn(key), self._data(value, _fqn(key)))
+
+    def of_ranks(self) -> Iterator[ObjectItem]:
+        """Those that belong to ranks: random states, and what nobody knows."""
         yield from self._rng()
         if self.run.same_world:
             yield from (ObjectItem(_fqn(key), saved(item.load(), _fqn(key))) for key, item in self.own.others.items())

@@ -135,7 +135,7 @@ def _of_verl(role: ReadablePath) -> dict[str, object]:
     if (world := _json(role / CONTENTS).get("world_size")) and isinstance(world, int):
         plain["world_size"] = world
     activation = _ACTIVATIONS.get(str(_json(weights_of(role) / "config.json").get("hidden_act")))
-    said = {name: fields[name] for name in (_GROUPS, _HEADS) if name in fields}
+    said: dict[object, object] = {name: fields[name] for name in (_GROUPS, _HEADS) if name in fields}
     if activation is not None:
         said |= {_GATED: fields.get(_GATED), _ACTIVATION: activation}
     return {**plain, **_of_model(said)}

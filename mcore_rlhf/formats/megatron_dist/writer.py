@@ -31,17 +31,17 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
-from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
-from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import groups_by_member, is_matrix, members
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
+from mcore_rlhf.families.megatron.groups import is_matrix
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.remainders import remainder_dtype
 from mcore_rlhf.families.megatron.rules import RULES
-from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.families.options import DistParts, WriteOptions
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.layouts.tensor import Shard, local_layout
@@ -50,16 +50,17 @@ from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.stored import Namespace
 
 from .buckets import BucketContents, FilePart, dealt
+from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
 from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
 from .objects import RULES as OF_OBJECTS
 from .objects import DistState, Objects, rng_ranks
-from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
+from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE
+from .split import contents_of
 
 
 def dist_target(source: Source, options: WriteOptions) -> Target:
@@ -82,61 +83,102 @@ class _DistWriter:
     run: NewRun
     spelling: Spelling
     num_layers: int
-    sharding: str = field(init=False)
-    contents: list[Contents | BucketContents] = field(init=False)
-    objects: list[ObjectItem] = field(init=False)
+    folders: list[_Folder] = field(init=False)
 
     def __post_init__(self) -> None:
         objects = Objects(self.run, self.spelling, self.num_layers)
-        self.sharding = _sharding(self.run)
-        self.contents = [Contents(self.run, self.spelling, self.num_layers, self.sharding == DP_RESHARDABLE)]
-        self.objects = list(objects.items())
-        if self.sharding == DP_RESHARDABLE:
-            values = [tree for _, tree in _optimizers(self.run)]
-            master = remainder_dtype if self.run.keeps_remainders else lambda _: FLOAT32
-            buckets = BucketContents(_blueprint(self.run), self.run.moments, values, master)
-            self.contents.append(buckets)
-            self.objects += buckets.objects
+        parts = self.run.options.run_of.parts
+        self.folders = [self._whole(objects)] if parts is None else self._in_parts(objects, parts)
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
         self.run.report.through((*OF_MODELOPT, *_RULES), self.run)
 
-    @property
-    def folder(self) -> str:
-        """Folder of the iteration, relative to the root."""
-        return iteration_folder_name(self.run.iteration)
+    def _whole(self, objects: Objects) -> _Folder:
+        """The folder of the iteration."""
+        in_buckets = sharding_of(self.run) == DP_RESHARDABLE
+        contents = Contents(self.run, self.spelling, self.num_layers, moments=not in_buckets)
+        buckets = [self._buckets()] if in_buckets else []
+        held = [*objects.items(), *(item for one in buckets for item in one.objects)]
+        return _Folder(self.run, iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+
+    def _in_parts(self, objects: Objects, parts: DistParts) -> list[_Folder]:
+        """The folders of the weights, the optimizer, and the random states."""
+        run, of_ranks = self.run, list(objects.of_ranks())
+        weights = Contents(run, self.spelling, self.num_layers, moments=False)
+        found = [_Folder(run, parts.model, [weights], list(objects.of_model()), of_model)]
+        if run.choices.optimizer is not None:
+            in_buckets = sharding_of(run) == DP_RESHARDABLE
+            states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
+            held = states.objects if isinstance(states, BucketContents) else []
+            shared = partial(of_optimizer, scheduler=parts.scheduler)
+            found.append(_Folder(run, parts.optimizer, [states], list(held), shared))
+        if of_ranks:
+            found.append(_Folder(run, parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
+        return found
+
+    def _buckets(self) -> BucketContents:
+        values = [tree for _, tree in optimizers(self.run)]
+        master = remainder_dtype if self.run.keeps_remainders else lambda _: FLOAT32
+        return BucketContents(_blueprint(self.run), self.run.moments, values, master)
 
     def target(self) -> Target:
         """The described checkpoint."""
-        held = [None, *((part, number) for part in self.contents for number in range(len(part.files)))]
-        names = [f"__{number}_0.distcp" for number in range(len(held))]
-        modelopt, beside = modelopt_files(self.run, self.folder) if KEY in self.run.source.state.other else ((), {})
-        files = [TargetFile(f"{self.folder}/{COMMON}", self._common), *modelopt]
-        files += [
-            TargetFile(f"{self.folder}/{name}", partial(self._file, name, at))
-            for name, at in zip(names, held, strict=True)
-        ]
-        shapes = {fqn: shape for part in self.contents for fqn, shape in part.shapes().items()}
-        metadata = dcp_metadata(shapes, {name: self._items(at) for name, at in zip(names, held, strict=True)})
-        texts: dict[str, str | bytes] = {
-            f"{self.folder}/{METADATA_FILE}": metadata, f"{self.folder}/{CONFIG}": CONFIG_TEXT,
-            TRACKER: self.run.tracker, **beside,
-        }  # fmt: skip
+        run, first = self.run, self.folders[0].path
+        parts = run.options.run_of.parts
+        modelopt, beside = modelopt_files(run, first) if KEY in run.source.state.other else ([], {})
+        said = {TRACKER: run.tracker} if parts is None else {parts.contents: contents_of(run, parts)}
         return Target(
             format="megatron-dist",
-            parallel=self.run.choices.parallel,
-            source=self.run.view,
-            files=tuple(files),
-            texts=texts,
-            report=self.run.report,
-            holds=self.run.holds(),
-            sums=self._sums(),
-            needs=self.run.needs,
+            parallel=run.choices.parallel,
+            source=run.view,
+            files=(*modelopt, *(file for folder in self.folders for file in folder.files())),
+            texts={
+                **{name: text for folder in self.folders for name, text in folder.texts().items()},
+                **said,
+                **beside,
+            },
+            report=run.report,
+            holds=run.holds(),
+            sums={f"{one.path}/{INTEGRITY}": integrity_of for one in self.folders if run.options.integrity},
+            needs=run.needs,
+            described="" if parts is None else parts.described,
         )
 
-    def _sums(self) -> Mapping[str, Callable[[Mapping[str, str]], str]]:
-        """``integrity.json`` where it is wanted."""
-        return {f"{self.folder}/{INTEGRITY}": integrity_of} if self.run.options.integrity else {}
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """One folder that Megatron-core takes for a checkpoint: all of it, or what a trainer has in a folder of its own.
+
+    Args:
+        run: The checkpoint that is to be written.
+        path: Relative to the root.
+        contents: Its tensors.
+        objects: What it has besides, by rank.
+        of_common: What it has of what all ranks share.
+    """
+
+    run: NewRun
+    path: str
+    contents: list[Contents | BucketContents]
+    objects: list[ObjectItem]
+    of_common: Callable[[Tree], Tree] = dict
+
+    def files(self) -> Iterator[TargetFile]:
+        """Those that are large."""
+        yield TargetFile(f"{self.path}/{COMMON}", self._common)
+        for name, at in self._held().items():
+            yield TargetFile(f"{self.path}/{name}", partial(self._file, name, at))
+
+    def texts(self) -> dict[str, str | bytes]:
+        """The directory of the parts, and the small file that says what kind of checkpoint it is."""
+        shapes = {fqn: shape for part in self.contents for fqn, shape in part.shapes().items()}
+        metadata = dcp_metadata(shapes, {name: self._items(at) for name, at in self._held().items()})
+        return {f"{self.path}/{METADATA_FILE}": metadata, f"{self.path}/{CONFIG}": CONFIG_TEXT}
+
+    def _held(self) -> dict[str, _At]:
+        held: list[_At] = [None] if self.objects else []
+        held += [(part, number) for part in self.contents for number in range(len(part.files))]
+        return {f"__{number}_0.distcp": at for number, at in enumerate(held)}
 
     def _items(self, at: _At) -> list[Item]:
         """What a file holds: the first the objects, the others tensors."""
@@ -144,13 +186,13 @@ class _DistWriter:
 
     def _file(self, name: str, at: _At) -> FileLayout:
         items = self._items(at)
-        found = records(f"{self.folder}/{name}", items)
+        found = records(f"{self.path}/{name}", items)
         entries = [] if at is None else at[0].entries(at[1], found)
         return FileLayout(Chunks.of(entries), found, Distcp(items))
 
     def _common(self) -> FileLayout:
         _, first = next(rng_ranks(self.run.choices.parallel))
-        return FileLayout(Chunks(), (), Pt(lambda: common_tree(self.run, first)))
+        return FileLayout(Chunks(), (), Pt(lambda: self.of_common(common_tree(self.run, first))))
 
 
 def _old_sharding(run: NewRun) -> str | None:
@@ -161,7 +203,7 @@ def _old_sharding(run: NewRun) -> str | None:
 
 def _unsaid_frozen(run: NewRun) -> str:
     """Parameters that flat buffers leave out."""
-    params = run.source.model.params if _sharding(run) == DP_RESHARDABLE else ()
+    params = run.source.model.params if sharding_of(run) == DP_RESHARDABLE else ()
     frozen = [spec.name for spec in params if not (spec.trainable or is_buffer(spec.name))]
     return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
 
@@ -169,13 +211,13 @@ def _unsaid_frozen(run: NewRun) -> str:
 _BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
 _RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
-         lambda r: _sharding(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
+         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
-         lambda r: _sharding(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
+         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
     Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
          "--rules (trainable: false) of {found}", _unsaid_frozen),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
-         lambda r: _sharding(r) != DP_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
+         lambda r: sharding_of(r) != DP_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
          and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
     Rule(Fate.DERIVED, f"{INTEGRITY}: made anew, of the new files", lambda r: r.options.integrity and r.source.digests),
     Rule(Fate.DERIVED, f"{INTEGRITY}: of the new files", lambda r: r.options.integrity and not r.source.digests),
@@ -185,121 +227,12 @@ _RULES: tuple[Rule[NewRun], ...] = (
 """What optimizer states become where the source had them otherwise, or where they load on one layout alone; and its sums."""
 
 
-def _sharding(run: NewRun) -> str:
-    """How a distributed optimizer's states are to be stored.
-
-    Raises:
-        UsageError: In flat buckets, of an optimizer that has none.
-    """
-    wanted, kind = run.options.optimizer_sharding or FULLY_RESHARDABLE, run.choices.optimizer
-    if wanted == DP_RESHARDABLE and kind != DISTRIBUTED:
-        raise UsageError(
-            f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
-            "Leave it out: such states are stored parameter by parameter, and load on any layout."
-        )
-    return wanted
-
-
 def _blueprint(run: NewRun) -> Blueprint:
     """The ranks of the new layout, whose buffers are to be laid out."""
     model, parallel = run.source.model, run.choices.parallel
     chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, run.choices.split, model.mtp_layers)
     args = Arguments(run.arguments(None))
     return Blueprint(run.source.role, model, args, run.choices, chunks, run.family.order, (), run.state_dtypes)
-
-
-Tree = dict[object, object]
-
-
-def common_tree(run: NewRun, first: FileRank) -> Tree:
-    """The content of ``common.pt``.
-
-    Args:
-        run: The checkpoint that is to be written.
-        first: The rank that writes the file.
-    """
-    state, tree = run.source.state, Tree()
-    args = run.arguments(first)
-    if args:
-        tree["args"] = Namespace(args)
-    tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
-    tree["iteration"] = state.iteration
-    if run.choices.optimizer is not None:
-        tree["optimizer"] = _optimizer(run)
-    if state.scheduler is not None:
-        tree["opt_param_scheduler"] = state.scheduler
-    tree.update((key, value) for key, value in state.other.items() if key not in (*tree, KEY))
-    tree[CONTENT] = _content(run)
-    return tree
-
-
-def _content(run: NewRun) -> dict[str, object]:
-    """By which Megatron builds its state dictionary when it loads."""
-    sharding: dict[str, object] = {}
-    if run.choices.optimizer in (DISTRIBUTED, LAYER_WISE):
-        sharding = {CONTENT_SHARDING: _sharding(run)}
-    if sharding.get(CONTENT_SHARDING) == FULLY_RESHARDABLE:
-        sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-
-
-def _optimizer(run: NewRun) -> Tree:
-    """One dictionary, or one by number for every chained optimizer; beside flat buckets lies what else it has."""
-    if _sharding(run) == DP_RESHARDABLE:
-        built: list[Tree] = [{SHARDING: DP_RESHARDABLE} for _ in _optimizers(run)]
-    else:
-        built = [
-            {**tree, SHARDING: FULLY_RESHARDABLE} if is_distributed(run, matrices=matrices) else tree
-            for matrices, tree in _optimizers(run)
-        ]
-    return dict(enumerate(built)) if len(built) > 1 else built[0]
-
-
-def _optimizers(run: NewRun) -> list[tuple[bool, Tree]]:
-    """What each chained optimizer has besides tensors, and whether it is for matrices."""
-    parallel, model = run.choices.parallel, run.source.model
-    args = Arguments(run.arguments(None))
-    chained, apart = members(args, parallel), args.experts_apart(parallel)
-    groups = groups_by_member(chained, run.source.state.groups, apart, model.params, run.membership)
-    kinds = [bool(member.matrices) for member in chained]
-    return [
-        (matrices, _member(run, own, distributed=is_distributed(run, matrices=matrices)))
-        for matrices, own in zip(kinds, groups, strict=True)
-    ]
-
-
-def is_distributed(run: NewRun, *, matrices: bool) -> bool:
-    """Whether parameters are trained by a distributed optimizer, whose masters are called otherwise.
-
-    Beside Muon that is so where the layer-wise optimizer deals parameters by a layout. Source: megatron-core 0.19.2,
-    ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``).
-
-    Args:
-        run: The checkpoint that is to be written.
-        matrices: Whether they are those that Muon or its kind trains, where there is one.
-    """
-    if run.choices.optimizer != LAYER_WISE:
-        return run.choices.optimizer == DISTRIBUTED
-    return Arguments(run.arguments(None)).flag(BY_LAYOUT) and not matrices
-
-
-def _member(run: NewRun, groups: Sequence[ParamGroup], *, distributed: bool) -> Tree:
-    inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
-    if not distributed and run.family.scalars.get("step") is not None:
-        inner["state"] = {"common_step": run.family.scalars["step"]}
-    if not distributed and not _mixed_precision(run):
-        return inner
-    tree: Tree = {"optimizer": inner}
-    if run.source.state.grad_scaler is not None:
-        tree["grad_scaler"] = run.source.state.grad_scaler
-    return tree
-
-
-def _mixed_precision(run: NewRun) -> bool:
-    """Whether the run keeps fp32 copies of its parameters."""
-    if run.choices.dtype is not None:
-        return run.choices.dtype != FLOAT32
-    return any(spec.dtype != FLOAT32 for spec in run.source.model.params if spec.trainable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,13 +254,15 @@ class Contents:
         run: The checkpoint that is to be written.
         spelling: Which keys its parameters have.
         num_layers: Decoder layers.
-        in_buckets: Whether the optimizer's states lie in flat buckets, and not here.
+        params: Whether the parameters lie here.
+        moments: Whether the optimizer's states do, and not in flat buckets, or in a folder of their own.
     """
 
     run: NewRun
     spelling: Spelling
     num_layers: int
-    in_buckets: bool
+    params: bool = True
+    moments: bool = True
     files: list[list[Part]] = field(init=False)
     _boxes: dict[object, tuple[Box, ...]] = field(default_factory=dict)
     _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -348,8 +283,9 @@ class Contents:
 
     def states(self, spec: ParamSpec) -> Iterator[str]:
         """The states of a parameter that the target has."""
-        yield PARAM
-        if self.run.choices.optimizer is None or not spec.trainable or self.in_buckets:
+        if self.params:
+            yield PARAM
+        if self.run.choices.optimizer is None or not spec.trainable or not self.moments:
             return
         if self._distributed(spec) or spec.dtype != FLOAT32:
             yield MASTER
@@ -466,7 +402,9 @@ class Contents:
         for spec in self.specs():
             home = home_of(spec.name, self.spelling)
             if home.index:
-                stacks.setdefault(home.key, {}).setdefault(len([*self.states(spec)]) > 1, spec.name)
+                stacks.setdefault(home.key, {}).setdefault(
+                    any(state != PARAM for state in self.states(spec)), spec.name
+                )
         for key, found in stacks.items():
             if len(found) > 1:
                 problems.add(

@@ -1,0 +1,150 @@
+"""What all ranks of a new ``torch_dist`` checkpoint share, as ``common.pt`` has it: arguments, param groups, scheduler, iteration.
+
+Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``generate_state_dict``,
+``_build_sharded_state_dict_metadata``); megatron-core 0.16.1, ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.py``
+(``sharded_state_dict``), of which what is not sharded is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_rlhf.core.catalog import FLOAT32
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.folders import FileRank
+from mcore_rlhf.families.megatron.groups import groups_by_member, members
+from mcore_rlhf.families.megatron.modelopt import KEY
+from mcore_rlhf.families.megatron.new_run import NewRun
+from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.storage.stored import Namespace
+
+from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
+
+
+def sharding_of(run: NewRun) -> str:
+    """How a distributed optimizer's states are to be stored.
+
+    Raises:
+        UsageError: In flat buckets, of an optimizer that has none.
+    """
+    wanted, kind = run.sharding, run.choices.optimizer
+    if wanted == DP_RESHARDABLE and kind != DISTRIBUTED:
+        raise UsageError(
+            f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
+            "Leave it out: such states are stored parameter by parameter, and load on any layout."
+        )
+    return wanted
+
+
+Tree = dict[object, object]
+
+
+_OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
+
+
+def of_optimizer(tree: Tree, scheduler: str) -> Tree:
+    """What of it lies beside an optimizer that has a folder of its own.
+
+    Args:
+        tree: All of it.
+        scheduler: What the scheduler's state is called there.
+    """
+    named = {_OPTIMIZER: _OPTIMIZER, _SCHEDULER: scheduler, CONTENT: CONTENT}
+    return {new: tree[old] for old, new in named.items() if old in tree}
+
+
+def of_model(tree: Tree) -> Tree:
+    """What lies beside weights that have a folder of their own."""
+    return {key: value for key, value in tree.items() if key not in (_OPTIMIZER, _SCHEDULER)}
+
+
+def common_tree(run: NewRun, first: FileRank) -> Tree:
+    """The content of ``common.pt``.
+
+    Args:
+        run: The checkpoint that is to be written.
+        first: The rank that writes the file.
+    """
+    state, tree = run.source.state, Tree()
+    args = run.arguments(first)
+    if args:
+        tree["args"] = Namespace(args)
+    tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
+    tree["iteration"] = state.iteration
+    if run.choices.optimizer is not None:
+        tree[_OPTIMIZER] = _optimizer(run)
+    if state.scheduler is not None:
+        tree[_SCHEDULER] = state.scheduler
+    tree.update((key, value) for key, value in state.other.items() if key not in (*tree, KEY))
+    tree[CONTENT] = _content(run)
+    return tree
+
+
+def _content(run: NewRun) -> dict[str, object]:
+    """By which Megatron builds its state dictionary when it loads."""
+    sharding: dict[str, object] = {}
+    if run.choices.optimizer in (DISTRIBUTED, LAYER_WISE):
+        sharding = {CONTENT_SHARDING: sharding_of(run)}
+    if sharding.get(CONTENT_SHARDING) == FULLY_RESHARDABLE:
+        sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+
+def _optimizer(run: NewRun) -> Tree:
+    """One dictionary, or one by number for every chained optimizer; beside flat buckets lies what else it has."""
+    if sharding_of(run) == DP_RESHARDABLE:
+        built: list[Tree] = [{SHARDING: DP_RESHARDABLE} for _ in optimizers(run)]
+    else:
+        built = [
+            {**tree, SHARDING: FULLY_RESHARDABLE} if is_distributed(run, matrices=matrices) else tree
+            for matrices, tree in optimizers(run)
+        ]
+    return dict(enumerate(built)) if len(built) > 1 else built[0]
+
+
+def optimizers(run: NewRun) -> list[tuple[bool, Tree]]:
+    """What each chained optimizer has besides tensors, and whether it is for matrices."""
+    parallel, model = run.choices.parallel, run.source.model
+    args = Arguments(run.arguments(None))
+    chained, apart = members(args, parallel), args.experts_apart(parallel)
+    groups = groups_by_member(chained, run.source.state.groups, apart, model.params, run.membership)
+    kinds = [bool(member.matrices) for member in chained]
+    return [
+        (matrices, _member(run, own, distributed=is_distributed(run, matrices=matrices)))
+        for matrices, own in zip(kinds, groups, strict=True)
+    ]
+
+
+def is_distributed(run: NewRun, *, matrices: bool) -> bool:
+    """Whether parameters are trained by a distributed optimizer, whose masters are called otherwise.
+
+    Beside Muon that is so where the layer-wise optimizer deals parameters by a layout. Source: megatron-core 0.19.2,
+    ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``).
+
+    Args:
+        run: The checkpoint that is to be written.
+        matrices: Whether they are those that Muon or its kind trains, where there is one.
+    """
+    if run.choices.optimizer != LAYER_WISE:
+        return run.choices.optimizer == DISTRIBUTED
+    return Arguments(run.arguments(None)).flag(BY_LAYOUT) and not matrices
+
+
+def _member(run: NewRun, groups: Sequence[ParamGroup], *, distributed: bool) -> Tree:
+    inner: Tree = {"param_groups": [dict(group.fields) for group in groups]}
+    if not distributed and run.family.scalars.get("step") is not None:
+        inner["state"] = {"common_step": run.family.scalars["step"]}
+    if not distributed and not _mixed_precision(run):
+        return inner
+    tree: Tree = {"optimizer": inner}
+    if run.source.state.grad_scaler is not None:
+        tree["grad_scaler"] = run.source.state.grad_scaler
+    return tree
+
+
+def _mixed_precision(run: NewRun) -> bool:
+    """Whether the run keeps fp32 copies of its parameters."""
+    if run.choices.dtype is not None:
+        return run.choices.dtype != FLOAT32
+    return any(spec.dtype != FLOAT32 for spec in run.source.model.params if spec.trainable)

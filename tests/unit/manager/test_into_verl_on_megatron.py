@@ -1,0 +1,162 @@
+"""Runs of verl's on Megatron, written: the parts of a role, what each holds, and what a trainer's row decides of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.core.account import Fate
+from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.families.source import bytes_of
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import StepJob, convert_step
+from mcore_rlhf.manager.subject import find
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.verify.checkpoint import verify
+from mcore_rlhf.verify.differ import Differ
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+MEGATRON = GOLDENS / "megatron_dist" / "tp2pp2dp2_fully_reshardable"
+LAYOUT = {"tp": 2, "pp": 2, "dp": 2}
+PARTS = ("model", "optimizer", "extra")
+
+
+def into(source: Path, root: Path, **write: object) -> StepJob:
+    options = ConvertOptions(to="verl", fsync=False, write=WriteOptions(**write))  # type: ignore[arg-type]
+    return convert_step(find(source, ReadOptions()), root, options)
+
+
+@pytest.fixture(scope="module")
+def role(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The actor of a step that was made of Megatron's."""
+    root = tmp_path_factory.mktemp("verl")
+    done = into(MEGATRON, root, **LAYOUT)
+    assert done.told.endswith("actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True")
+    assert f"dist_checkpointing_path={root}/global_step_2/actor/model/dist_ckpt" in done.told
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "2"
+    return root / "global_step_2" / "actor"
+
+
+def shared_of(role: Path, part: str) -> dict[str, object]:
+    file = read_pt(role, f"{part}/dist_ckpt/common.pt")
+    found: dict[str, object] = file.materialize(file.tree)
+    return found
+
+
+def keys_of(role: Path, part: str) -> set[str]:
+    return {*pickle.loads((role / part / "dist_ckpt" / ".metadata").read_bytes()).state_dict_metadata}
+
+
+def test_each_part_holds_what_verl_looks_for_there(role: Path) -> None:
+    assert all((role / part / "dist_ckpt" / "metadata.json").is_file() for part in PARTS)
+    assert not (role / "latest_checkpointed_iteration.txt").exists()
+    assert {"optimizer", "lr_scheduler", "content_metadata"} == {*shared_of(role, "optimizer")}
+    assert {*shared_of(role, "extra")} == {"content_metadata"}
+    assert "opt_param_scheduler" not in shared_of(role, "model")
+    kinds = [shared_of(role, part)["content_metadata"] for part in PARTS]
+    assert [kind["distrib_optim_sharding_type"] for kind in kinds] == ["dp_reshardable"] * 3  # type: ignore[index]
+    assert not any(key.startswith(("optimizer", "rng_state")) for key in keys_of(role, "model"))
+    assert all(key.startswith("optimizer.distributed.") for key in keys_of(role, "optimizer"))
+    assert keys_of(role, "extra") == {f"rng_state/shard_{pp}.{tp}_2.2" for pp in (0, 1) for tp in (0, 1)}
+
+
+def test_nothing_is_lost_on_the_way(role: Path) -> None:
+    there, back = open_checkpoint(MEGATRON, ReadOptions()), open_checkpoint(role, ReadOptions())
+    with bytes_of(there) as bytes_a, bytes_of(back) as bytes_b:
+        found = Differ(there, back, bytes_a, bytes_b).compare()
+    assert [one.name for one in found.differences if one.tensor is not None] == []
+    assert (back.state.scheduler, back.state.iteration) == (there.state.scheduler, 2)
+    assert [group.fields for group in back.state.groups] == [group.fields for group in there.state.groups]
+    assert verify(role, ReadOptions()).intact
+    said = json.loads((role / "ckpt_contents.json").read_text())
+    assert (said["global_step"], said["world_size"], {one["path"] for one in said["contents"].values()}) == (
+        2, 8, {f"{part}/dist_ckpt" for part in PARTS},
+    )  # fmt: skip
+
+
+def test_another_sharding_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    into(MEGATRON, tmp_path, **LAYOUT, optimizer_sharding="fully_reshardable")
+    keys = keys_of(tmp_path / "global_step_2" / "actor", "optimizer")
+    assert keys
+    assert all(key.startswith("optimizer.state.") for key in keys)
+
+
+def test_without_an_optimizer_there_is_no_folder_for_one(tmp_path: Path) -> None:
+    into(MEGATRON, tmp_path, **LAYOUT, no_optimizer=True)
+    role = tmp_path / "global_step_2" / "actor"
+    assert not (role / "optimizer").exists()
+    assert json.loads((role / "ckpt_contents.json").read_text())["save_contents"] == ["model", "extra"]
+    assert open_checkpoint(role, ReadOptions()).optimizer is None
+
+
+def test_of_a_folder_of_hugging_faces_the_config_goes_along_and_decides_the_rows(tmp_path: Path) -> None:
+    """verl builds its model of ``config.json``, and pads no rows."""
+    model = GOLDENS / "huggingface" / "llama_tied_bf16_sharded"
+    into(model, tmp_path, tp=2)
+    (step,) = tmp_path.glob("global_step_*")
+    described = json.loads((step / "actor" / "model" / "huggingface" / "config.json").read_text())
+    source = open_checkpoint(step / "actor", ReadOptions())
+    assert source.model.padded_vocab_size == described["vocab_size"]
+    assert source.carried is not None
+    assert "config.json" in source.carried.files
+
+
+def test_degrees_say_which_backend_is_meant(tmp_path: Path) -> None:
+    model = GOLDENS / "huggingface" / "llama_tied_bf16_sharded"
+    done = into(model, tmp_path, dp=2)
+    assert [job.target.format for job in done.jobs.values()] == ["fsdp-ranks"]
+    assert "use_dist_checkpointing" not in done.told
+
+
+def test_buffers_are_cut_as_verls_ddp_cuts_them(tmp_path: Path) -> None:
+    """A source whose gradients overlap has several buckets: verl's runs have one, unless they are told otherwise."""
+    source = GOLDENS / "megatron_dist" / "corrupt_dp3"
+    with pytest.raises(CheckpointError):
+        into(source, tmp_path / "distrusted", tp=1, dp=3)
+    role = tmp_path / "global_step_2" / "actor"
+    into(MEGATRON, tmp_path, **LAYOUT)
+    assert {
+        key.rpartition(".bucket_idx_")[2].partition(".")[0] for key in keys_of(role, "optimizer") if "bucket_idx" in key
+    } == {"0"}
+    args = shared_of(role, "model")["args"]
+    assert args.__dict__["overlap_grad_reduce"] is False
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("what", ["common", "shard", "gone"])
+def test_damage_in_any_part_is_found(role: Path, tmp_path: Path, part: str, what: str) -> None:
+    copy = Path(shutil.copytree(role.parent, tmp_path / "global_step_2")) / "actor"
+    (copy.parent / "manifest.json").unlink()
+    folder = copy / part / "dist_ckpt"
+    shard = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if what == "gone":
+        shard.unlink()
+    else:
+        file = folder / "common.pt" if what == "common" else shard
+        content = bytearray(file.read_bytes())
+        at = content.index(b"content_metadata") if what == "common" else len(content) // 2
+        content[at] ^= 1
+        file.write_bytes(content)
+    try:
+        found = verify(copy, ReadOptions())
+    except CheckpointError:
+        return
+    assert not found.intact
+
+
+def test_a_description_of_an_unknown_class_is_carried_and_asked_about_nothing(role: Path, tmp_path: Path) -> None:
+    """Within Megatron's family no table of architectures is looked into; a Hugging Face folder needs one, and says so."""
+    copy = Path(shutil.copytree(role.parent, tmp_path / "global_step_2")) / "actor"
+    (copy / "model" / "huggingface").mkdir()
+    (copy / "model" / "huggingface" / "config.json").write_text(
+        json.dumps({"model_type": "zebra", "architectures": ["ZebraLM"]})
+    )
+    done = into(copy, tmp_path / "out", **LAYOUT)
+    assert (tmp_path / "out" / "global_step_2" / "actor" / "model" / "huggingface" / "config.json").is_file()
+    assert not [text for job in done.jobs.values() for fate, text in job.report.lines if fate is Fate.LOST]
+    assert open_checkpoint(copy, ReadOptions()).states
