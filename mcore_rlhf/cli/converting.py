@@ -169,7 +169,7 @@ def _resumes(step: StepJob) -> Facts:
     """What the trainer would restore whose run it was converted into; nothing where it was none's."""
     if not step.trainer or step.published is None:
         return {}
-    return {"resumes": after_conversion(step.published, step.trainer)}
+    return {"resumes": after_conversion(step.published, step.trainer, step.told)}
 
 
 def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] | None = None) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from mcore_rlhf.trainers.resuming import Outcome, Prospect, Settings
 from mcore_rlhf.trainers.settings_file import read_settings
 
 from .output import Column, Facts, emit_json, print_table, say
+
+_SWITCHED = re.compile(r"([\w.]+)=(True|False)\b")
 
 
 def run(path: Path, trainer: str, config: Path | None, world: int | None, json: bool) -> None:
@@ -48,15 +51,16 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
         raise click.exceptions.Exit(1)
 
 
-def after_conversion(root: ReadablePath, trainer: str) -> dict[str, dict[str, list[str]]]:
+def after_conversion(root: ReadablePath, trainer: str, told: str = "") -> dict[str, dict[str, list[str]]]:
     """What a trainer would restore of a run that was made for it: by role, outcome → things; nothing where that cannot be said.
 
     Args:
         root: Of the run.
         trainer: Its name.
+        told: How the trainer is told to go on: what is switched in it is taken to be so.
     """
     try:
-        found = forecast(root, loader_named(trainer)[0], Settings())
+        found = forecast(root, loader_named(trainer)[0], Settings(dict(_SWITCHED.findall(told))))
     except CheckpointError:  # the conversion is done, and this is a word about it
         return {}
     return {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()}

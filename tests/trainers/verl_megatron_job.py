@@ -15,6 +15,7 @@ from typing import Any
 from mcore_rlhf.demo.trainer import Trainer
 
 # isort: split
+import torch
 
 from mcore_rlhf.demo import megatron_checkpoint
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
@@ -49,7 +50,8 @@ class Run:
     def step(self, number: int) -> Step:
         self.trainer.iteration = number - 1
         loss = self.trainer.train_step()
-        return {"loss": loss, "lr": [group["lr"] for group in self.trainer.optimizer.param_groups]}
+        seen = {"loss": loss, "lr": [group["lr"] for group in self.trainer.optimizer.param_groups]}
+        return {**seen, "drawn": torch.rand(1).item()} if self.orders.get("draw") else seen
 
     def save(self, path: str, at: int) -> None:
         self.manager.save_checkpoint(path, global_step=at)

@@ -61,11 +61,12 @@ _COMPARED = (
 _GROUP = ("wd_mult|pre_wd_mult", "lr_mult|pre_lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _OF_SOME = ("max_lr", "min_lr")
 """What groups are told apart by in 0.19, and did not have before."""
-_SCHEDULE = (
+SCHEDULE = (
     "max_lr|start_lr", "lr_warmup_steps|warmup_iter|warmup_steps", "num_steps|num_iters", "lr_decay_style|decay_style",
     "lr_decay_steps|end_iter|decay_steps", "min_lr",
 )  # fmt: skip
-_WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
+WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
+"""What a scheduler's state must have, and what of the weight decay where it has ``start_wd``: keys of one release, or of an older one."""
 _STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _UNFIT = re.compile("|".join((
     r"layer \d+ (has no |is missing)", r"(^|: )\S+\.(weight|bias) is missing", "which no parameter of the model",
@@ -75,8 +76,9 @@ _NOT_THERE = re.compile(
     r"has neither common.pt nor |output_layer.weight is not there|: should have \d+ elements, has \d+"
 )
 """How a reader says of a torch_dist folder that something is gone, where it could also be another run's."""
-_BUCKETS = r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?=optimizer/|per_bucket_)"
-_OF_BUCKETS = ("optimizer/shard_0_1", "per_bucket_numel/shard_0_1", "per_bucket_numel_unpadded/shard_0_1")
+BUCKETS = r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(?=optimizer/|per_bucket_)"
+OF_BUCKETS = ("optimizer/shard_0_1", "per_bucket_numel/shard_0_1", "per_bucket_numel_unpadded/shard_0_1")
+"""What flat buckets have besides tensors, and what each group of ranks is asked for."""
 _EMPTY, _MORE = (
     re.compile("found none|buffers stored"),
     re.compile(r"param group \d+ has (\d+) parameters, (\d+) expected"),
@@ -92,7 +94,7 @@ def _lacks_tensors(seen: Seen) -> object:
     return seen.has(_PLAIN) and unfit and {"problem": problem}
 
 
-def _unlisted(seen: Seen) -> object:
+def not_listed(seen: Seen) -> object:
     """A folder of torch_dist lacks something, of the model or of the optimizer, that the loader asks for: ``{problem}``."""
     gone = seen.held.incomplete or _NOT_THERE.search(seen.held.problem)
     return seen.has(*_DIST) and gone and {"problem": seen.held.problem}
@@ -187,10 +189,10 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
         without("metadata.json", "sharded_backend"), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
-        "CheckpointException", "_load_global_dist_base_checkpoint", _unlisted, True),
+        "CheckpointException", "_load_global_dist_base_checkpoint", not_listed, True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
-        unlisted(".metadata", _BUCKETS, *_OF_BUCKETS), True),
+        unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
         "load_checkpoint", both(_dealt_flat, without(_COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
@@ -256,10 +258,10 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        without(_COMMON, *_SCHEDULE, inside="opt_param_scheduler/"), True),
+        without(_COMMON, *SCHEDULE, inside="opt_param_scheduler/"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
         both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_COMMON)),
-             without(_COMMON, *_WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
+             without(_COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
         _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",

@@ -1,4 +1,4 @@
-"""What verl restores with ``resume_mode=auto`` or ``resume_path``: rank files of FSDP, or Megatron's ``dist_ckpt``.
+"""What verl restores with ``resume_mode=auto`` or ``resume_path``: rank files of FSDP, or Megatron's parts (:mod:`.verl_megatron`).
 
 Source: verl 0.9.1, ``verl/trainer/ppo/ray_trainer.py`` (``_load_checkpoint``), ``verl/utils/checkpoint/fsdp_checkpoint_manager.py``
 (``load_checkpoint``), ``checkpoint_manager.py`` (``find_latest_ckpt_path``: no tracker is training from scratch).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import both, broken, has, incomplete, stateless, uneven, ungrouped, without
+from mcore_rlhf.trainers.conditions import both, broken, has, stateless, uneven, ungrouped, without
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -21,6 +21,8 @@ from mcore_rlhf.trainers.resuming import (
     rows_of,
 )
 from mcore_rlhf.trainers.verl import TRAINER
+
+from . import verl_megatron
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _EXTRA = (Thing.SCHEDULER, Thing.RNG)
@@ -36,17 +38,6 @@ def _world(seen: Seen) -> int:
     return max((int(one) for one in saved if one.isdecimal() and len(one) < 7), default=1)
 
 
-def _left_out(content: str) -> Callable[[Seen], object]:
-    """The role's ``load_contents`` does not name a content."""
-
-    def when(seen: Seen) -> object:
-        of_role = "critic" if seen.role == "critic" else "actor"
-        found = seen.settings.listed(f"{of_role}.checkpoint.load_contents")
-        return found is not None and content not in found
-
-    return when
-
-
 def _ranks_lack(what: str) -> Callable[[Seen], object]:
     """A rank that loads has no file of its name, which has the number of ranks in it."""
 
@@ -59,9 +50,8 @@ def _ranks_lack(what: str) -> Callable[[Seen], object]:
     return when
 
 
-_FSDP, _MEGATRON = has(*_RANKED, "fsdp_config.json"), has("dist_ckpt/*", "*/dist_ckpt/*")
+_FSDP = has(*_RANKED, "fsdp_config.json")
 _IN_FSDP = "utils/checkpoint/fsdp_checkpoint_manager.py (load_checkpoint)"
-_IN_MEGATRON = "utils/checkpoint/megatron_checkpoint_manager.py (load_checkpoint)"
 _IN_DRIVER = "trainer/ppo/ray_trainer.py (_load_checkpoint)"
 _GONE = "{file} is not there ({ranks} ranks): its rank fails; as many ranks must load as saved"
 
@@ -70,7 +60,14 @@ def _of_file(things: tuple[Thing, ...], what: str, content: str, line: str) -> t
     """The rows of one of the three files that each rank has."""
     where = f"utils/checkpoint/fsdp_checkpoint_manager.py:{line} (load_checkpoint)"
     return (
-        Habit(things, _ANEW, f"checkpoint.load_contents has no {content}", where, _left_out(content), True),
+        Habit(
+            things,
+            _ANEW,
+            f"checkpoint.load_contents has no {content}",
+            where,
+            both(_FSDP, verl_megatron.left_out(content)),
+            True,
+        ),
         Habit(things, _REFUSED, "{file} {wrong}: loading it fails", where, broken(f"{what}_world_size_*"), True),
         Habit(things, _REFUSED, _GONE, where, both(_FSDP, _ranks_lack(what)), True),
     )
@@ -112,18 +109,8 @@ ROWS = rows_of(
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
     *_KEYS,
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "neither files of ranks nor dist_ckpt are there",
-        _IN_FSDP, lambda seen: not _FSDP(seen) and not _MEGATRON(seen)),
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "a file is missing: {problem}",
-        _IN_MEGATRON,
-        both(_MEGATRON, incomplete)),
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "{file} {wrong}: loading it fails",
-        _IN_MEGATRON, broken("*dist_ckpt/*")),
-    Habit((*OF_OPTIMIZER,), _REFUSED, "no optimizer is stored, and load_contents asks for one",
-        _IN_MEGATRON,
-        lambda seen: _MEGATRON(seen) and not seen.held.problem and not seen.held.optimizer),
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _RESTORED, "dist_ckpt", _IN_MEGATRON, _MEGATRON),
-    Habit(_EXTRA, _RESTORED, "lr_scheduler and rng_state in dist_ckpt", _IN_MEGATRON,
-        _MEGATRON),
+        _IN_FSDP, lambda seen: not _FSDP(seen) and not verl_megatron.ON_MEGATRON(seen)),
+    *verl_megatron.ROWS,
     Habit((Thing.WEIGHTS,), _RESTORED, "model_world_size_….pt of each rank", _IN_FSDP,
         ran=True),
     Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _IN_FSDP, ran=True),
