@@ -85,11 +85,8 @@ class Commits:
         context = self._train.get_context()
         try:
             storage = context.get_storage()
-            where, self._filesystem, workers = (
-                storage.experiment_fs_path,
-                storage.storage_filesystem,
-                context.get_world_size(),
-            )
+            where, self._filesystem = storage.experiment_fs_path, storage.storage_filesystem
+            workers, self._node = context.get_world_size(), context.get_node_rank()
         except (AttributeError, NotImplementedError) as error:  # without a trainer's workers, or of another release
             raise Unsupported(f"Ray Train's context does not say where the run is kept: {error}") from error
         self._refuse(options)
@@ -225,7 +222,7 @@ class Commits:
             )
         ours = (steps.root.manifest, NOTE)  # where a step that was committed is reported again
         mine = steps.world.on_all_ranks(f"listing {name}", lambda: _files(checkpoint, ours))
-        parts = steps.world.all_gather((steps.world.host, mine))
+        parts = steps.world.all_gather((self._node, mine))
         copies, notes = _who_copies(parts)[steps.world.rank], _who_notes(parts, self._notes) == steps.world.rank
 
         def write(staging: Path) -> None:
@@ -276,17 +273,17 @@ def _files(checkpoint: Any, ours: tuple[str, ...]) -> _Files:
     return checkpoint.path, tuple(name for name in names if name not in ours)
 
 
-def _who_copies(parts: list[tuple[str, _Files]]) -> list[bool]:
-    """Which workers copy: of those of one host that report one folder, the first.
+def _who_copies(parts: list[tuple[int, _Files]]) -> list[bool]:
+    """Which workers copy: of those of one node that report one folder, the first.
 
     Raises:
         UsageError: Two write a file of the same name: one would be lost, or both.
     """
-    copies, owners, places = list[bool](), dict[str, int](), set[tuple[str, str]]()
+    copies, owners, places = list[bool](), dict[str, int](), set[tuple[int, str]]()
     problems = Problems()
-    for rank, (host, (path, names)) in enumerate(parts):
-        copies.append(bool(path) and (host, path) not in places)
-        places.add((host, path))
+    for rank, (node, (path, names)) in enumerate(parts):
+        copies.append(bool(path) and (node, path) not in places)
+        places.add((node, path))
         for name in names if copies[-1] else ():
             if (other := owners.setdefault(name, rank)) != rank:
                 problems.add(UsageError, f"{name}: is reported by worker {other} and by worker {rank}")
@@ -298,7 +295,7 @@ def _who_copies(parts: list[tuple[str, _Files]]) -> list[bool]:
     return copies
 
 
-def _who_notes(parts: list[tuple[str, _Files]], notes: str) -> int:
+def _who_notes(parts: list[tuple[int, _Files]], notes: str) -> int:
     """The worker that writes into Ray's notes: the one that has some, so that nobody else does meanwhile; else the first."""
     return next((rank for rank, (_, (_, names)) in enumerate(parts) if notes in names), 0)
 

@@ -43,7 +43,7 @@ class Ray(ModuleType):
         storage = SimpleNamespace(
             experiment_fs_path=str(self.folder), storage_filesystem=SimpleNamespace(type_name=self.kind)
         )
-        return SimpleNamespace(get_storage=lambda: storage, get_world_size=lambda: self.size)
+        return SimpleNamespace(get_storage=lambda: storage, get_world_size=lambda: self.size, get_node_rank=lambda: 0)
 
     def report(
         self, metrics: Any, checkpoint: Any = None, checkpoint_dir_name: Any = None, checkpoint_upload_mode: Any = None,
@@ -130,13 +130,11 @@ def test_when_is_saved(ray: Ray) -> None:
 
 def test_who_copies() -> None:
     shared = ("/a", ("x", "y"))
-    assert _who_copies([("one", shared), ("one", shared), ("one", ("", ())), ("two", ("/b", ("z",)))]) == [
+    assert _who_copies([(0, shared), (0, shared), (0, ("", ())), (1, ("/b", ("z",)))]) == [
         True, False, False, True,
     ]  # fmt: skip
-    assert _who_notes([("one", shared), ("one", ("/b", ("notes",)))], "notes") == 1, (
-        "nobody writes where another copies"
-    )
-    assert _who_notes([("one", ("", ())), ("one", shared)], "notes") == 0
+    assert _who_notes([(0, shared), (0, ("/b", ("notes",)))], "notes") == 1, "nobody writes where another copies"
+    assert _who_notes([(0, ("", ())), (0, shared)], "notes") == 0
     with pytest.raises(UsageError, match="x: is reported by worker 0 and by worker 1") as raised:
-        _who_copies([("one", shared), ("two", shared)])
+        _who_copies([(0, shared), (1, shared)])
     assert "y: is reported by worker 0 and by worker 1" in str(raised.value)
