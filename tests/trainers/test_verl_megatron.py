@@ -19,16 +19,18 @@ Seen = list[dict[str, Any]]
 CASES: dict[str, dict[str, Any]] = {
     "buckets": {"parallel": {"tp": 2}},
     "parameters": {"parallel": {"pp": 2}, "fully": True, "tied": True},
+    "experts": {"parallel": {"ep": 2, "dp": 2}, "experts": 4},
 }  # fmt: skip
-"""How verl stores the optimizer: flat buckets, which is its default, and parameter by parameter."""
+"""How verl stores the optimizer: flat buckets, which is its default, and parameter by parameter; and experts, with one of their own."""
+DENSE = ("buckets", "parameters")
 
 
 class Lab(labs.Lab):
     """Runs of verl on Megatron, each done once."""
 
-    def carry_out(self, world: int, do: Sequence[tuple[str, object]], **how: Any) -> Seen:
+    def carry_out(self, world: int, do: Sequence[tuple[str, object]], release: str = RELEASE, **how: Any) -> Seen:
         """Carry orders out in processes of their own."""
-        return self.run("verl_megatron_job", [f"verl-{RELEASE}", "needs"], world, do, **how)
+        return self.run("verl_megatron_job", [f"verl-{release}", "needs"], world, do, **how)
 
     def trained(self, case: str) -> tuple[Path, Seen]:
         """The role's folder of a run of three steps, and what it saw in two more."""
@@ -57,7 +59,7 @@ def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(trainers, tmp_path_factory.mktemp("verl-megatron"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_what_verl_saves_is_read_whole(lab: Lab, case: str) -> None:
     """Megatron goes on from what it became: equal losses and rates."""
     run, wanted = lab.trained(case)
@@ -74,7 +76,7 @@ def test_what_verl_saves_is_read_whole(lab: Lab, case: str) -> None:
     assert seen == wanted
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None:
     """As its own files, and through Megatron's and Hugging Face's: the losses of the run that went on."""
     run, wanted = lab.trained(case)
@@ -93,6 +95,29 @@ def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None
         do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
         seen = lab.carry_out(2, do, **{**CASES[case], "seed": 7, "load_contents": contents})
         assert seen == wanted, to
+
+
+def test_verl_goes_on_with_experts_that_have_an_optimizer_of_their_own(lab: Lab) -> None:
+    run, wanted = lab.trained("experts")
+    assert verify(run, ReadOptions()).intact
+    root, _ = lab.convert(run, "verl", "experts-same", ep=2, dp=2)
+    do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
+    assert lab.carry_out(2, do, **{**CASES["experts"], "seed": 7}) == wanted
+
+
+def test_the_layout_of_0_7_is_read_and_becomes_that_of_0_9(lab: Lab) -> None:
+    """Its distributed optimizer needs megatron-core up to 0.15, so the plain one is saved, which 0.9.1 cannot load beside weights."""
+    run, how = lab.folder / "older" / "global_step_3" / "actor", {"parallel": {"tp": 2}, "optimizer": "plain"}
+    wanted = lab.carry_out(2, [("train", 3), ("save", run), ("train", 2)], "0.7.0", **how)[3:]
+    assert (run / "dist_ckpt").is_dir()
+    there, later = lab.folder / "older-megatron", [("train", 2)]
+    job = convert(run, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=WriteOptions()))
+    assert job.lossless
+    assert lab.carry_out(2, [("load", there), *later], **{**how, "seed": 7}) == wanted
+    newer, _ = lab.convert(run, "verl", "newer", tp=2)
+    loaded = {**how, "seed": 7, "load_contents": ["model", "extra"], "schedule": False}
+    seen = lab.carry_out(2, [("load", newer / "global_step_3" / "actor"), *later], **loaded)
+    assert seen[0]["loss"] == wanted[0]["loss"]
 
 
 def test_verl_goes_on_with_other_ranks(lab: Lab) -> None:

@@ -141,6 +141,9 @@ def test_layouts_that_verl_refuses(lab: Lab, steps: tuple[list[Path], list[dict[
     (fully / "global_step_3" / "manifest.json").unlink()
     copies = [(older, "layout v1"), (fully / "global_step_3" / "actor", "fully_reshardable")]
     wrong = compared(lab, copies, wanted, SWITCHED)
+    without = ["optimizer", "extra"]
+    alone = {**SWITCHED, "actor.checkpoint.load_contents": without}
+    wrong += compared(lab, copies[1:], wanted, alone, load_contents=without)
     assert not wrong, "\n".join(map(str, wrong))
 
 

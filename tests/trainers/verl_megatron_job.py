@@ -3,7 +3,8 @@
 ``python -m tests.trainers.verl_megatron_job ORDERS RANK``, with the packages of verl on the path. Nothing of verl is stubbed. Model, DDP,
 optimizer and schedule are megatron-core's own, on the stand-ins for a GPU of :mod:`mcore_rlhf.demo`; verl's engine makes them the same way
 (``verl/workers/engine/megatron/transformer_impl.py``, 0.9.1), out of a base model that there is none of here. The random generators of this
-process alone are saved, as verl does: no device's.
+process alone are saved, as verl does: no device's. For 0.7.0, a class of transformers that newer releases lack has another one in its
+place, and a field of newer releases of megatron-core, which it cannot write as JSON, is empty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mcore_rlhf.demo.trainer import Trainer
 
 # isort: split
 import torch
+from transformers.utils.import_utils import _LazyModule
 
 from mcore_rlhf.demo import megatron_checkpoint
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
@@ -24,6 +26,10 @@ from tests.reference.dist_jobs import write_in_this_process
 from tests.trainers.absent import stand_in
 from tests.trainers.lessons import Step, begin
 
+_found = _LazyModule.__getattr__
+_LazyModule.__getattr__ = lambda self, name: _found(
+    self, "AutoModelForImageTextToText" if name == "AutoModelForVision2Seq" else name
+)
 stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp", "mbridge")
 
 
@@ -43,6 +49,7 @@ class Run:
         training = Training(seed=orders["seed"], optimizer=orders.get("optimizer", "distributed"))
         self.trainer = Trainer(model_of(orders), parallel, training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
+        self.trainer.config.inference_cuda_graph_scope = None
         self.orders = orders
         write_in_this_process()
         self.manager = manager_of(self.trainer, orders)

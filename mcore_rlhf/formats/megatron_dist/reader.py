@@ -141,7 +141,8 @@ class _DistReader:
         self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {file} beside it")
         counters = {} if self.train_state is None else self.train_state.counters
         tied = {UNTIED: OUTPUT in self.folder.model}  # which the fields of a TransformerConfig do not say
-        return Arguments({**tied, **beside, **counters}, f"args in {located.folder.name}/{file}")
+        where = f"{located.folder.name}/{file}" if (located.folder / file).is_file() else file
+        return Arguments({**tied, **beside, **counters}, f"args in {where}")
 
     def source(self) -> Source:
         """The checkpoint."""

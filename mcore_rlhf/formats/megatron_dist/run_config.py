@@ -150,14 +150,17 @@ def _json(file: ReadablePath) -> Mapping[object, object]:
     try:
         found = reading.read_json(file) if file.is_file() else {}
     except (ValueError, RecursionError) as error:
-        raise _unreadable(file, error) from None
+        raise _unreadable(file, error, _WITHOUT) from None
     if not isinstance(found, Mapping):
-        raise _unreadable(file, f"expected an object, found a {type(found).__name__}")
+        raise _unreadable(file, f"expected an object, found a {type(found).__name__}", _WITHOUT)
     return found
 
 
-def _unreadable(file: ReadablePath, why: object) -> Corrupt:
-    return Corrupt(f"{file}: cannot be read: {why}\nCopy the file again from where it was written.")
+_WITHOUT = " If that run died as it wrote it, move it away: what the tensors' own names say is enough for the weights."
+
+
+def _unreadable(file: ReadablePath, why: object, more: str = "") -> Corrupt:
+    return Corrupt(f"{file}: cannot be read: {why}\nCopy the file again from where it was written.{more}")
 
 
 def _plain(section: Mapping[object, object]) -> Iterator[tuple[str, object]]:

@@ -59,7 +59,7 @@ def _common(part: str) -> tuple[str, str]:
 
 
 def _older(seen: Seen) -> object:
-    """A step of layout v1, as releases before 0.9 write it."""
+    """A step of layout v1, as 0.7 writes it."""
     return seen.has("dist_ckpt/*") and not seen.has("model/*", "optimizer/*", "extra/*")
 
 
@@ -137,6 +137,11 @@ def _is_gated(seen: Seen) -> bool:
     return any(args.get(name) is True for name in ("swiglu", "gated_linear_unit", "geglu", "quick_geglu"))
 
 
+def _behind_weights(seen: Seen) -> bool:
+    """States that lie parameter by parameter are loaded after the weights of a gated model."""
+    return _is_gated(seen) and seen.held.optimizer and not _lies_flat(seen) and not left_out("model")(seen)
+
+
 def _weightless(seen: Seen) -> object:
     """Weights are asked of Hugging Face's folder, which has none."""
     return ON_MEGATRON(seen) and not _BESIDE(seen) and not seen.has(f"{SPLIT_WEIGHTS}/*.safetensors")
@@ -175,7 +180,7 @@ def _of_model(rows: tuple[Habit, ...]) -> tuple[Habit, ...]:
 
 
 ROWS = (
-    Habit(_ALL, _REFUSED, "its layout is that of releases before 0.9, with dist_ckpt at the top: a RuntimeError, which names "
+    Habit(_ALL, _REFUSED, "its layout is the older one, with dist_ckpt at the top: a RuntimeError, which names "
         "scripts/migrate_megatron_checkpoint_layout.py", _LINE.format("871"), _older, True),
     Habit((Thing.WEIGHTS,), _ANEW, "checkpoint.load_contents has no model", _LINE.format("916"),
         both(ON_MEGATRON, left_out("model", "hf_model")), True),
@@ -190,9 +195,9 @@ ROWS = (
     )),
     *_part(OF_OPTIMIZER, _OPTIMIZER, "946"),
     *_part((Thing.RNG,), _EXTRA, "970"),
-    Habit(OF_OPTIMIZER, _REFUSED, f"it is fully_reshardable, and weights of a gated model are loaded from {SPLIT_MODEL} before: a "
-        "ValueError, “not in model_sharded_state_dict”", _LINE.format("945"),
-        lambda seen: ON_MEGATRON(seen) and _BESIDE(seen) and _is_gated(seen) and seen.held.optimizer and not _lies_flat(seen), True),
+    Habit(OF_OPTIMIZER, _REFUSED, f"its states lie parameter by parameter, and weights of a gated model are loaded from {SPLIT_MODEL} "
+        "before: a ValueError, “not in model_sharded_state_dict”, or a KeyError", _LINE.format("945"),
+        both(ON_MEGATRON, _BESIDE, _behind_weights), True),
     Habit(OF_OPTIMIZER, _REFUSED, "it was saved at {was} in flat buckets, and {now} is to load it", _LINE.format("946"),
         both(_lies_flat, _other_degrees), True),
     Habit((Thing.RNG,), _REFUSED, "random states of {was} are stored, and {now} asks for its own", _LINE.format("970"), _other_degrees,

@@ -176,7 +176,7 @@ def test_positions_of_which_nobody_says_anything_are_not_made_up(tmp_path: Path)
         (
             '{"num_layers": 3}',
             LayoutMismatch,
-            r"found 4 in the files, but args.num_layers is 3 in .*transformer_config\.json",
+            r"found 4 in the files, but args.num_layers is 3 in transformer_config\.json",
         ),
         ('{"tensor_model_parallel_size": 4}', LayoutMismatch, "should have 36416 elements, has 36096"),
     ],
