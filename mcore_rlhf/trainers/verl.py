@@ -5,7 +5,7 @@ Source: verl b178a3c, ``verl/trainer/ppo/ray_trainer.py`` (``_save_checkpoint``,
 1dda039 for the layout with ``model``, ``optimizer`` and ``extra``, and 0.9.1, ``verl/utils/megatron_utils.py``
 (``get_model_dist_checkpoint_path``, …; ``make_megatron_module``: no overlap), ``verl/workers/engine/megatron/transformer_impl.py``
 (``use_dist_checkpointing``: without it the weights are those of ``model/huggingface``). ``fully_reshardable`` its loader cannot load beside
-weights in ``torch_dist``: see ``loaders/verl.py``.
+weights in ``torch_dist``: see ``loaders/verl_megatron.py``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "layouts": {"errors", "core", "models"},
     "storage": {"errors", "installation", "suggestions", "core"},
     "families": _PURE | {"storage"},
-    "trainers": {"errors", "core", "storage"},
+    "trainers": {"errors", "core", "storage", "families"},
     "formats": _BELOW,
     "verify": _BELOW | {"formats"},
     "execution": _BELOW | {"verify"},
@@ -360,7 +360,7 @@ _OTHER_THINGS = {
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
-    **{f"trainers/{name}.py": "what the trainer is given" for name in ("nemo_rl", "openrlhf", "rlinf", "torchtitan")},
+    **{f"trainers/{name}.py": "what the trainer is given" for name in ("nemo_rl", "openrlhf", "rlinf", "torchtitan", "verl")},
 }  # fmt: skip
 
 
