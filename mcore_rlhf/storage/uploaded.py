@@ -5,6 +5,7 @@ Source: obstore 0.12.1 (``open_writer``); Amazon S3's user guide: 10,000 parts o
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,8 @@ _PART_NBYTES = 8 << 20
 _MOST_PARTS = 9_000
 """Of 10,000: a store may count otherwise than we."""
 _ZEROS = bytes(1 << 20)
+_GATHERED_NBYTES = 1 << 20
+"""Of small writes, so many bytes are sent at a time."""
 
 LIFECYCLE = (
     "What a killed process had begun to send is listed nowhere, and is paid for: let the bucket end it, by a lifecycle rule "
@@ -40,6 +43,113 @@ def at_a_time(store: ObjectStore, part: int, memory: int) -> int:
     return max(1, min(store.settings.connections, memory // part - 1))
 
 
+class _Sending:
+    """An object on its way: in order, in parts, by a few connections; its bytes are there all at once, or never.
+
+    Args:
+        store: Where to.
+        key: Under which name.
+        nbytes: How long it is, or at most.
+        memory: Bytes that may be on their way.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, nbytes: int, memory: int) -> None:
+        self._store, self._key, self.nbytes = store, key, 0
+        part = part_nbytes(nbytes)
+        self._writer: Any = store.open_writer(key, part, at_a_time(store, part, memory))
+
+    def send(self, data: memoryview) -> None:
+        """Go on."""
+        with self._store.requests.asking(self._key, "write", LIFECYCLE):
+            for at in range(0, len(data), _PART_NBYTES):  # it keeps what it is given, and buffers are used again
+                self._writer.write(bytes(data[at : at + _PART_NBYTES]))
+        self.nbytes += len(data)
+
+    def end(self) -> None:
+        """Complete it; the store has it when this returns."""
+        writer, self._writer = self._writer, None
+        try:
+            with self._store.requests.asking(self._key, "write", LIFECYCLE):
+                writer.close()
+        except (CheckpointError, FileNotFoundError):
+            if not self._is_there():
+                raise
+
+    def _is_there(self) -> bool:
+        """Whether it was completed, though the answer was lost: in parts it is there as a whole or not, and nobody else has its name."""
+        with suppress(CheckpointError, OSError):
+            return self._store.written(self._key)[0] == self.nbytes
+        return False
+
+    def abort(self) -> None:
+        """Let the store forget what was sent; nothing happens if it is complete."""
+        writer, self._writer = self._writer, None
+        if writer is not None and self._store.requests.gave_up is None:
+            with suppress(Exception):  # the lifecycle rule of the bucket ends it then
+                writer.__exit__(_Aborted, _Aborted(), None)
+
+
+class UploadedStream(io.RawIOBase):
+    """A file that somebody else writes from its front to its end, who does not say before how long it will be.
+
+    Args:
+        store: Where to.
+        key: Under which name.
+        nbytes: How long it is at most, nearly.
+        memory: Bytes that may be on their way.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, nbytes: int, memory: int = 64 << 20) -> None:
+        super().__init__()
+        self._sending = _Sending(store, key, nbytes, memory)
+        self._crc, self._waiting = 0, bytearray()
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """How much was written."""
+        return self._sending.nbytes + len(self._waiting)
+
+    def write(self, data: Any) -> int:
+        """Write what follows.
+
+        Raises:
+            StorageError: The store refuses, or cannot be reached.
+        """
+        view = memoryview(data).cast("B")
+        if len(self._waiting) + len(view) < _GATHERED_NBYTES:
+            self._waiting += view
+        else:  # as it is: it may be as long as a tensor
+            self._send_waiting()
+            self._send(view)
+        return len(view)
+
+    def _send_waiting(self) -> None:
+        with memoryview(self._waiting) as data:
+            self._send(data)
+        self._waiting.clear()
+
+    def _send(self, data: memoryview) -> None:
+        self._crc = crc32(data, self._crc)
+        self._sending.send(data)
+
+    def finish(self) -> FileEntry:
+        """Complete it; the store has it when this returns.
+
+        Raises:
+            StorageError: The store refuses, or cannot be reached.
+        """
+        self._send_waiting()
+        self._sending.end()
+        return FileEntry(self._sending.nbytes, self._crc)
+
+    def abort(self) -> None:
+        """Give it up, where it is not finished: that who writes has closed it says nothing."""
+        self._sending.abort()
+
+
 class UploadedFile(RecordFile):
     """A file that is sent as it is made: in order, in parts, by a few connections; a gap in a record is sent as zeros.
 
@@ -53,7 +163,7 @@ class UploadedFile(RecordFile):
     def __init__(self, store: ObjectStore, key: str, layout: Layout, memory: int) -> None:
         self._store, self._key, self._memory = store, key, memory
         self._at = self._crc = 0
-        self._writer: Any = None
+        self._sending: _Sending | None = None
         known = sorted(layout.known, reverse=True, key=_offset)
         self._pending = [piece for piece in known if memoryview(piece.data).nbytes]
         self._places = sorted(
@@ -77,35 +187,21 @@ class UploadedFile(RecordFile):
             raise ValueError(
                 f"{self._where}: what follows from its CRCs was asked for before they were known: it is not in order"
             )
-        writer, self._writer = self._writer, None
-        try:
-            with self._store.requests.asking(self._key, "write", LIFECYCLE):
-                writer.close()
-        except (CheckpointError, FileNotFoundError):
-            if not self._is_there():
-                raise
+        if self._sending is not None:
+            self._sending.end()
         return FileEntry(self._at, self._crc)
-
-    def _is_there(self) -> bool:
-        """Whether it was completed, though the answer was lost: in parts it is there as a whole or not, and nobody else has its name."""
-        with suppress(CheckpointError, OSError):
-            return self._store.written(self._key)[0] == self._at
-        return False
 
     def abort(self) -> None:
         """Let the store forget what was sent; nothing happens if it is complete."""
-        writer, self._writer = self._writer, None
-        if writer is not None and self._store.requests.gave_up is None:
-            with suppress(Exception):  # the lifecycle rule of the bucket ends it then
-                writer.__exit__(_Aborted, _Aborted(), None)
+        if self._sending is not None:
+            self._sending.abort()
 
     @property
     def _where(self) -> str:
         return f"{self._store}{self._key}"
 
     def _create(self) -> None:
-        part = part_nbytes(self.layout.nbytes)
-        self._writer = self._store.open_writer(self._key, part, at_a_time(self._store, part, self._memory))
+        self._sending = _Sending(self._store, self._key, self.layout.nbytes, self._memory)
 
     def _reserve(self) -> None:
         """A store reserves nothing."""
@@ -147,11 +243,8 @@ class UploadedFile(RecordFile):
         self._send(data)
 
     def _send(self, data: memoryview) -> None:
-        with self._store.requests.asking(self._key, "write", LIFECYCLE):
-            for at in range(0, len(data), _PART_NBYTES):
-                self._writer.write(
-                    bytes(data[at : at + _PART_NBYTES])
-                )  # it keeps what it is given, and buffers are used again
+        assert self._sending is not None
+        self._sending.send(data)
         if self._places and self._places[-1][0] <= self._at:
             start, nbytes, name = self._places[-1]
             self._sums[name] = crc32(data, self._sums[name])

@@ -6,8 +6,8 @@ import errno
 import os
 import signal
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch.distributed as dist
@@ -17,12 +17,19 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from mcore_rlhf.dcp import Writer
+from mcore_rlhf.storage.objects import ObjectStore, open_url
 from tests.reference import dcp_jobs
 from tests.reference.dcp_jobs import Looked
 from tests.reference.fsdp_jobs import whole_of
 from tests.reference.fsdp_models import Trainer, Wrapped, build
 
 STYLE = "rlinf"
+
+
+def in_store(how: Wrapped, environment: Mapping[str, str], job: Callable[..., Any], *args: object) -> Any:
+    """Do another job, where the environment names a store."""
+    os.environ.update(environment)
+    return job(how, *args)
 
 
 def save_both(how: Wrapped, ours: str, torchs: str, by: str) -> Looked:
@@ -100,10 +107,19 @@ def save_with_one_that_fails(how: Wrapped, folder: str, rank: int, where: str) -
         except BaseException as error:  # torch gathers those of all ranks in a class that is no Exception
             said = str(error)
         dist.barrier()
-        left = sorted(os.listdir(Path(folder).parent))
+        left = _beside(folder)
         dist.barrier()
         dcp.save(dcp_jobs._state(trainer, STYLE), storage_writer=writer, checkpoint_id=f"{folder}-next")
     return said, left, before
+
+
+def _beside(folder: str) -> list[str]:
+    """What lies beside a folder; of a store, below it: everything that is there, without the transaction's name."""
+    if "://" not in folder:
+        return sorted(os.listdir(Path(folder).parent))
+    store, top = open_url(folder).store, open_url(folder).path
+    assert isinstance(store, ObjectStore)
+    return sorted(PurePosixPath(item["path"]).name for item in store.objects(str(top)))
 
 
 def save_and_die(how: Wrapped, folder: str, rank: int) -> None:
