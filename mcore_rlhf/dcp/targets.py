@@ -233,15 +233,17 @@ class StoreTarget(Target):
 
     def current(self, word: str) -> str:
         """See :meth:`Target.current`: then it is the newest of those of which the store says that somebody sends."""
-        store, top = object_store(self.path), str(self.path.path)
-        if store.read_whole(f"{top}/{PREFIX}{word}.writer") is not None:
+        store, sent = object_store(self.path), f"{self.path.path}/{PREFIX}"
+        if store.read_whole(f"{sent}{word}.writer") is not None:
             return word
-        begun = sorted(key for key in keys(store, top) if key.startswith(f"{top}/{PREFIX}") and key.endswith(".writer"))
+        marks = (key for key in keys(store, str(self.path.path)) if key.startswith(sent) and key.endswith(".writer"))
+        names = (key.removeprefix(sent).removesuffix(".writer") for key in marks)
+        begun = sorted(name for name in names if name[:1].isdigit())  # what a conversion began is called otherwise
         if not begun:
             raise StorageError(
                 f"{self.path}/{PREFIX}{word}: nobody sends there, though the coordinating rank has begun\nDo all ranks see one store?"
             )
-        return begun[-1].removeprefix(f"{top}/{PREFIX}").removesuffix(".writer")
+        return begun[-1]
 
     def files(self, word: str, nbytes: int = 0) -> Files:
         """See :meth:`Target.files`."""
