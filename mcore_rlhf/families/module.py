@@ -29,6 +29,7 @@ from mcore_rlhf.suggestions import hub_name
 
 from .inventory import OPAQUE
 from .source import Family, NewNames
+from .trainer_files import RankStates, RunFiles, of_ranks, rng_item
 
 LAYOUT_KEYS = frozenset(
     {
@@ -67,6 +68,12 @@ def is_for_muon(name: str, shape: Shape) -> bool:
     return len(shape) >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
+_OF_RANKS: Rule[ModuleState] = Rule(
+    Fate.LOST, "random states of {count}: only transformers' and accelerate's own files have a place for them",
+    lambda own: {"count": of_ranks(len(own.rng)), "of": [rng_item(rank) for rank in range(len(own.rng))]} if own.rng else None,
+)  # fmt: skip
+
+
 @dataclass(slots=True)
 class ModuleState(Family):
     """A checkpoint under a module's own names; ``Source.family`` of all formats of this family is one, or extends it.
@@ -87,13 +94,16 @@ class ModuleState(Family):
             must not look for them.
         packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
         laid_out: How the DCP folder that it came from has its keys, and where it lies; it waits for the way back. Empty for all others.
+        rng: Each rank's random states, by generator, of a run of transformers' Trainer or accelerate.
+        beside: Whose files of schedule and random states lie beside its tag; None for a run that is DeepSpeed's alone.
     """
 
     names: ClassVar[str] = "module"
     homeless: ClassVar[Sequence[Rule[Any]]] = [
         Rule(
             Fate.LOST, "values of the state dict that are no tensors: only DeepSpeed's own files hold them", of=[OPAQUE]
-        )
+        ),
+        _OF_RANKS,
     ]
     tag: str
     order: tuple[str, ...] = ()
@@ -107,6 +117,8 @@ class ModuleState(Family):
     without_frozen: bool = False
     packs_experts: bool = True
     laid_out: Mapping[str, object] = field(default_factory=dict)
+    rng: tuple[RankStates, ...] = ()
+    beside: RunFiles | None = None
 
     def base(self) -> ModuleState:
         """The same without what one format knows of its own files; :func:`dataclasses.replace` changes it by field."""
@@ -119,6 +131,7 @@ class ModuleState(Family):
             **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.optimizer.items()},
             **{Item(Kind.CONFIG, str(key)): value for key, value in self.config.items()},
             **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
+            **{rng_item(rank): states for rank, states in enumerate(self.rng)},
         }
 
     def described(self, config: Callable[[], Mapping[str, object]]) -> ModuleState:

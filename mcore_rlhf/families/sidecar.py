@@ -115,6 +115,7 @@ class Sidecar(_Own):
             more: Further fields.
         """
         still = tuple(s.name for s in specs if not s.trainable and s.name not in module.buffers)
+        module = replace(module, rng=(), beside=None)  # which are files' of their own, or lost by name
         return cls(state=state, module=module, frozen=still, origin=origin, **more)
 
     def _by_key(self) -> dict[str, object]:
@@ -191,7 +192,13 @@ class Sidecar(_Own):
 
 
 _OF_STATE = frozenset(item.name for item in fields(TrainingState))
-_OF_MODULE = frozenset(item.name for item in fields(ModuleState)) - {"optimizer", "packs_experts", "laid_out"}
+_OF_MODULE = frozenset(item.name for item in fields(ModuleState)) - {
+    "optimizer",
+    "packs_experts",
+    "laid_out",
+    "rng",
+    "beside",
+}
 """Keys of the file that are fields of a part. What two of a module's others say waits in ``origin``, or is of one format's files."""
 
 

@@ -64,11 +64,11 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
 
 
 def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
-    """Values that only the files of one format have a place for, or of two that are alike."""
+    """Values that only the files of one format have a place for, or of two that are alike; the target itself may know better."""
     stray = Report()
     if opened.format not in (target.format, *target.alike):
         stray.through(opened.family.homeless, opened.family)
-    return stray.said
+    return {item: said for item, said in stray.said.items() if item not in target.report.said}
 
 
 def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:

@@ -10,22 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import CheckpointError, Problems
+from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Rule, same
+from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.module import CONFIG, config_in
+from mcore_rlhf.families.module import CONFIG, ModuleState, config_in
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, beside, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.trainer_files import ROWS, RunFiles, of_ranks, rng_item
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
-from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.pt import Pt, read_pt
 
-from .base import Format, Target
+from .base import FileLayout, Format, Target, TargetFile
 
 FOLDER = "mcore_rlhf/carried"
 """Where they lie in a format that has no place for them."""
@@ -41,12 +44,6 @@ _TOKENIZER = "tokenizer"
 (``save_tokenizer_assets``)."""
 _TRACKERS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 """Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``, ``_copy_recovery_script``)."""
-_SCHEDULES = ("scheduler.bin", "scheduler.pt")
-"""Beside the folder of a tag, where the schedule is no scheduler of DeepSpeed's.
-
-Sources: accelerate 1.15.0, ``checkpointing.py`` (``save_accelerator_state``); transformers 5.23.0, ``trainer.py``
-(``_save_optimizer_and_scheduler``).
-"""
 _SHOWN = 20
 
 
@@ -62,7 +59,7 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
     """
     source = replace(source, of_run=_of_run(source, stubs))
     if known is not None and known.tags:
-        source = _with_schedule(source, stubs)
+        source = _with_trainers(source, stubs)
     source = source if known is not None and known.own_sidecar else _with_origin(source, stubs)
     if known is not None and known.model_folder:
         opened = {file.path for file in source.files} - {CONFIG}
@@ -84,17 +81,47 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
     return replace(source, carried=carried, family=family)
 
 
-def _with_schedule(source: Source, stubs: Sequence[str]) -> Source:
-    """A run of DeepSpeed's with the schedule that its trainer keeps beside the folder of the tag."""
-    found = [name for name in _SCHEDULES if (source.root / name).is_file()]
-    if source.optimizer is None or source.state.scheduler is not None or len(_tags(source)) != 1 or len(found) != 1:
+def _with_trainers(source: Source, stubs: Sequence[str]) -> Source:
+    """A run of DeepSpeed's with what its trainer keeps beside the folder of the tag: the schedule, the ranks' random states.
+
+    Sources: accelerate 1.15.0, ``accelerator.py`` (``save_state``); transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``).
+    """
+    rows = [row for row in ROWS if row.lie_in(source.root)]
+    if source.optimizer is None or len(_tags(source)) != 1 or len(rows) != 1:
         return source
-    (name,) = found
-    opened = read_pt(source.root, name, stubs=stubs)
-    held = state_dict_of(opened.materialize(opened.tree), name, source.notes)
-    source.notes.through([_SCHEDULED], [name] if held is not None else [])
+    (row,) = rows
+    return _with_random_states(_with_schedule(source, row, stubs), row, stubs)
+
+
+def _with_schedule(source: Source, row: RunFiles, stubs: Sequence[str]) -> Source:
+    """With the one beside the tag, unless DeepSpeed has another of its own in it."""
+    if not (source.root / row.scheduler).is_file():
+        return source
+    opened, own = read_pt(source.root, row.scheduler, stubs=stubs), source.state.scheduler
+    tree = opened.materialize(opened.tree)
+    if own is not None and not same(own, tree):
+        return source
+    held = state_dict_of(tree, row.scheduler, source.notes)
+    source.notes.through([_SCHEDULED], [row.scheduler] if held is not None else [])
     state = replace(source.state, scheduler=None if held is None else dict(held))
-    return replace(source, state=state, files=(*source.files, StoredFile.of_zip(name, opened.directory)))
+    files = (*source.files, StoredFile.of_zip(row.scheduler, opened.directory))
+    return replace(source, state=state, family=replace(ModuleState.needed(source), beside=row), files=files)
+
+
+def _with_random_states(source: Source, row: RunFiles, stubs: Sequence[str]) -> Source:
+    """With those of every rank of the tag; of other ranks than its own they are left where they lie."""
+    try:
+        ranks, world = len(row.rng_files(source.root)), source.parallel.world_size
+    except Incomplete as error:
+        source.notes.add(Fate.LOST, f"random states: {error}")
+        return source
+    if ranks != world:
+        source.notes.through([_OF_OTHERS], {"theirs": of_ranks(ranks), "own": of_ranks(world)} if ranks else {})
+        return source
+    rng, stored = row.read_rng(source.root, stubs)
+    return replace(
+        source, family=replace(ModuleState.needed(source), beside=row, rng=rng), files=(*source.files, *stored)
+    )
 
 
 def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
@@ -176,8 +203,9 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.carried = {name: path for name, path in files.items() if name not in taken}
         target.report.through([GO_ALONG], target.carried)
     elif not wanted.model_folder:
-        own = PurePosixPath(_step_folder(file.path for file in target.files), _place(source, target, wanted))
+        own = _place(source, target, wanted, _step_folder(file.path for file in target.files))
         place = PurePosixPath(target.described) if target.described else own
+        _beside_the_new_tag(source, target, wanted)
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
@@ -192,12 +220,37 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.report.through([GO_ALONG], {**files, **of_run})
 
 
-def _place(source: Source, target: Target, wanted: Format) -> str:
+def _beside_the_new_tag(source: Source, target: Target, wanted: Format) -> None:
+    """Put schedule and random states where the run's trainer looks for them, beside the tag of a run of as many ranks."""
+    family = ModuleState.of(source)
+    if family is None or family.beside is None or wanted.name != source.format:
+        return
+    row, trees = family.beside, dict[str, object]()
+    if any(file.path == row.scheduler for file in source.files):
+        trees[row.scheduler] = source.state.scheduler
+    of_each, world = [rng_item(rank) for rank in range(len(family.rng))], target.parallel.world_size
+    if world == len(of_each):
+        trees |= {row.rng_name(rank, world): row.spelled(states) for rank, states in enumerate(family.rng)}
+    elif of_each:
+        text = f"random states of {of_ranks(len(of_each))}: the tag becomes one of {of_ranks(world)}, which begin with new ones"
+        target.report.add(Fate.LOST, text, *of_each)
+    target.report.through([_BESIDE_NEW], list(trees))
+    target.files += tuple(TargetFile(name, partial(_small, tree)) for name, tree in trees.items())
+
+
+def _small(tree: object) -> FileLayout:
+    return FileLayout(Chunks(), [], Pt.of(tree))
+
+
+def _place(source: Source, target: Target, wanted: Format, step: str) -> PurePosixPath:
     """Where files that go along lie beside a target's own."""
     if wanted.model_beside:
-        return wanted.model_beside
+        return PurePosixPath(step, wanted.model_beside)
+    family = ModuleState.of(source)
+    if family is not None and family.beside is not None and wanted.name == source.format:
+        return PurePosixPath()  # where the trainer itself has them
     own = source.carried is not None and source.carried.folder.name == _TOKENIZER and source.format == target.format
-    return _TOKENIZER if own else FOLDER
+    return PurePosixPath(step, _TOKENIZER if own else FOLDER)
 
 
 def _leave_origin(source: Source, target: Target) -> None:
@@ -218,6 +271,10 @@ def _listed(paths: Iterable[str]) -> str:
 GO_ALONG: Rule[Mapping[str, ReadablePath]] = Rule(Fate.KEPT, "{found}: byte for byte", _listed)
 """What is said of files that are taken over."""
 _SCHEDULED: Rule[list[str]] = Rule(Fate.NOTE, "lr_scheduler: from {found}, beside the folder of the tag", _listed)
+_OF_OTHERS: Rule[Mapping[str, str]] = Rule(
+    Fate.LOST, "random states of {theirs} lie beside the folder of the tag, which is of {own}", lambda found: found
+)
+_BESIDE_NEW: Rule[list[str]] = Rule(Fate.KEPT, "beside the folder of the tag: {found}", _listed)
 _BESIDE: Rule[list[str]] = Rule(Fate.NOTE, "the optimizer lies beside the weights, and is not read: {found}", _listed)
 """Of weights whose optimizer is there; what becomes of it is the account's to say."""
 
@@ -235,15 +292,19 @@ def _folder_of(source: Source, names: Sequence[str]) -> ReadablePath | None:
 
 
 def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
-    """What transformers' Trainer leaves beside the tag of a DeepSpeed run: config, tokenizer, states of its own.
+    """What a trainer leaves beside the tag of a DeepSpeed run: config, tokenizer, what a script has registered.
 
-    Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``).
+    Sources: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``); accelerate 1.15.0, ``accelerator.py`` (``save_state``).
     """
-    if not (source.root / CONFIG).is_file():
+    family, described = ModuleState.of(source), (source.root / CONFIG).is_file()
+    row = None if family is None else family.beside
+    if not described and row is None:
         return None
-    tags = _tags(source)
-    found = leftovers(source.root, _TRACKERS, stubs)
-    return Carried(source.root, tuple(item for item in found if PurePosixPath(item.path).parts[0] not in tags))
+    tags, own = _tags(source), {*_TRACKERS, *(file.path for file in source.files)}
+    found = [i for i in leftovers(source.root, own, stubs) if PurePosixPath(i.path).parts[0] not in tags]
+    if not described and row is not None:  # a folder of states alone: nothing in it is the model's
+        found = [item for item in found if row.registered and PurePosixPath(item.path).match(row.registered)]
+    return Carried(source.root, tuple(found)) if found else None
 
 
 def _tags(source: Source) -> set[str]:

@@ -27,6 +27,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
@@ -44,7 +45,6 @@ from .deepspeed import FORMAT as DEEPSPEED
 from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
 from .hf_trainer import HfRunFormat
-from .hf_trainer.files import ACCELERATE, TRANSFORMERS
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import FORMAT as MEGATRON_DIST
 from .peft import FORMAT as PEFT

@@ -14,7 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
+from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, StorageError, Unsupported
+from mcore_rlhf.families.options import ConvertOptions, WriteOptions
 from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, attach
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
@@ -143,12 +145,7 @@ def test_a_script_that_stays_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_ranks(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.reference.accelerate_ranks", how, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    ranks("accelerate_ranks", how, str(tmp_path))
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
         assert seen["resumed"] == seen["whole"]
@@ -159,3 +156,30 @@ def test_two_ranks(tmp_path: Path, how: str) -> None:
         assert seen["again"] == seen["whole"]
     wrote = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert ("model.safetensors" in wrote, "pytorch_model_fsdp_0" in wrote) == (how == "ddp", how == "fsdp2")
+
+
+def test_two_ranks_with_deepspeed_go_on_from_what_we_write(tmp_path: Path) -> None:
+    """Random states, schedule and what was registered lie beside the tag; ``load_state`` takes each of them."""
+    written, back = tmp_path / "written", tmp_path / "back"
+    ranks("accelerate_zero", "save", str(tmp_path))
+    write = WriteOptions(zero_stage=2)
+    assert convert(
+        tmp_path / "step_3", back / "step_3", ConvertOptions(to="deepspeed", fsync=False, write=write)
+    ).lossless
+    again = convert(back / "step_3", written / "step_3", ConvertOptions(to="deepspeed", fsync=False, write=write))
+    assert again.lossless, again.account.lost
+    ranks("accelerate_zero", "load", str(written))
+    for rank in (0, 1):
+        whole = json.loads((tmp_path / f"save-{rank}.json").read_text())
+        assert json.loads((written / f"load-{rank}.json").read_text()) == whole[3:]
+        assert len({tuple(step[3:6]) for step in whole}) == LAST
+
+
+def ranks(module: str, *arguments: str) -> None:
+    """Two processes of ``torchrun``'s."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", f"tests.reference.{module}", *arguments]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr

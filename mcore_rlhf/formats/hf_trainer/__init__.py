@@ -1,10 +1,10 @@
 """Checkpoints of transformers' Trainer, which TRL's trainers are, and of accelerate's ``save_state``: weights in Hugging Face's files, or
 an adapter in peft's, with the optimizer in torch's numbers beside them, schedule, counters and random states.
 
-The weights are another format's, which :mod:`..registry` gives: nothing here knows how they lie. ``files`` has the names of both, as two
-rows of one table; ``optimizer`` finds out whose the numbers are; ``reader`` opens a folder, ``writer`` describes one, ``like`` reads
-what a run of the user's own says of groups and schedule. FSDP's ``pytorch_model_fsdp_0`` is :mod:`..dcp`'s, DeepSpeed's tag
-:mod:`..deepspeed`'s.
+The weights are another format's, which :mod:`..registry` gives: nothing here knows how they lie. The names of both are rows of a table,
+:mod:`mcore_rlhf.families.trainer_files`; ``optimizer`` finds out whose the numbers are; ``reader`` opens a folder, ``writer`` describes
+one, ``like`` reads what a run of the user's own says of groups and schedule. FSDP's ``pytorch_model_fsdp_0`` is :mod:`..dcp`'s,
+DeepSpeed's tag :mod:`..deepspeed`'s.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
-
-from .files import RunFiles
 
 
 class HfRunFormat(Format):

@@ -11,10 +11,11 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 
-from .files import STEP, RunFiles
+from .files import STEP
 from .optimizer import OptimizerFile
 from .reader import read_counters
 

@@ -20,6 +20,7 @@ from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import packed_in
@@ -28,7 +29,7 @@ from mcore_rlhf.storage.paths import ReadablePath, absolute, cannot_open
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import whole_entry
 
-from .files import COUNTERS, SCALER, STEP, HfRunState, RunFiles
+from .files import COUNTERS, SCALER, STEP, HfRunState
 from .optimizer import OptimizerFile, trainable_order
 
 _MOST_STEPS = 10**15
@@ -108,13 +109,14 @@ class _RunReader:
             source = self._joined(weights, optimizer, order, groups, sidecar)
         known = () if sidecar is None else sidecar.state.groups
         state = self._training(iteration, counters, scheduler, known if agree(groups, known) else groups, sidecar)
-        rng, family = self._rng(), ModuleState.needed(source)
-        shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | {
-            "tag": f"global_step{iteration}"
-        }
+        rng, stored = self.files.read_rng(self.path, self.options.stubs)
+        self.stored += stored
+        family = ModuleState.needed(source)
+        own = {"tag": f"global_step{iteration}", "rng": rng}
+        shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | own
         scalars = {} if optimizer is None else optimizer.collected.scalars
         within = family if self.own else None
-        run = HfRunState(**shared, rng=rng, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within)
+        run = HfRunState(**shared, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within)
         return replace(
             source,
             format=self.files.format,
@@ -252,21 +254,6 @@ class _RunReader:
                 "scale_factor": values.get("growth_factor", 2.0), "scale_window": values.get("growth_interval", 2000),
             }
         )  # fmt: skip
-
-    def _rng(self) -> tuple[Mapping[str, object], ...]:
-        """Each rank's random states, by generator."""
-        ours = {theirs: here for here, theirs in self.files.generators.items()}
-        found = []
-        for file in self.files.rng_files(self.path):
-            opened = read_pt(self.path, file, stubs=self.options.stubs)
-            self.stored.append(StoredFile.of_zip(file, opened.directory))
-            tree = opened.materialize(opened.tree)
-            if not isinstance(tree, Mapping):
-                raise Unsupported(
-                    f"{self.path / file}: expected random states by generator, found a {type(tree).__name__}"
-                )
-            found.append({ours.get(str(key), str(key)): value for key, value in tree.items()})
-        return tuple(found)
 
     def _counters_file(self) -> list[StoredFile]:
         file = self.path / self.files.counters

@@ -34,12 +34,13 @@ from mcore_rlhf.families.module import CONFIG, ModuleState, loose_values
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
+from mcore_rlhf.families.trainer_files import RunFiles, of_ranks, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .files import ALIKE, COUNTERS, SCALER, HfRunState, RunFiles, of_ranks, rng_item
+from .files import ALIKE, COUNTERS, SCALER, HfRunState
 from .files import STEP as GLOBAL_STEP
 from .like import Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
@@ -148,7 +149,7 @@ class _RunTarget:
             self._put(self.files.scheduler, self._schedule(source, report))
         rng = self._random_states()
         for rank, states in enumerate(rng):
-            self._put(self.files.rng_name(rank, len(rng)), self._spelled(states))
+            self._put(self.files.rng_name(rank, len(rng)), self.files.spelled(states))
         self._put_scaler()
         texts, lost = self._sidecar().texts()
         report.through((*_RULES, *(rule.of_part(lambda _: lost) for rule in UNHELD)), self)
@@ -232,8 +233,7 @@ class _RunTarget:
     @property
     def kept_rng(self) -> list[Mapping[str, object]]:
         """The source's random states of such a run, by rank."""
-        own = HfRunState.of(self.source)
-        return [] if own is None else [*own.rng]
+        return [*self.module.rng]
 
     @property
     def ranks(self) -> int:
@@ -255,10 +255,6 @@ class _RunTarget:
             return self.kept_rng if self.rng == "keep" else []
         made = (random_states(_seed(f"mcore_rlhf rng {at} rank {rank}")) for rank in range(ranks))
         return [{key: value for key, value in states.items() if key != "cuda"} for states in made]
-
-    def _spelled(self, states: Mapping[str, object]) -> dict[str, object]:
-        """A rank's random states as these files have them."""
-        return {**self.files.fixed, **{self.files.generators.get(key, key): value for key, value in states.items()}}
 
     def _put_scaler(self) -> None:
         """Torch's loss scaler, where the run's adapts itself."""
@@ -319,11 +315,18 @@ def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, objec
     return {**fields, PARAMS: [numbers[name] for name in group.params]}
 
 
+def _of_each(target: _RunTarget) -> list[Item]:
+    """The source's random states, rank by rank."""
+    return [rng_item(rank) for rank in range(len(target.kept_rng))]
+
+
 _NEW_STATES = "rng: new states for {found}, from iteration {0.source.state.iteration}"
 _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks)),  # there are new ones, whatever became of the old
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)], told=False),
+    Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and {"found": of_ranks(t.ranks), "of": _of_each(t)}, told=False),
+    Rule(Fate.KEPT, "", lambda t: t.rng == "keep" and {"of": _of_each(t)}, told=False),
     Rule(Fate.DERIVED, "{0.files.counters}: as --like has them, at this step",
          lambda t: t.files.counters and t.own_counters() is None and t.like.counters),
     Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP} alone; --like FOLDER gives the others",

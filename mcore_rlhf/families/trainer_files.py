@@ -1,0 +1,141 @@
+"""What the files of a checkpoint are called that transformers' Trainer writes, and accelerate: one table, of which both are rows.
+
+They lie in a model's folder, or beside the tag of a DeepSpeed run, which has weights and optimizer itself.
+
+Sources: transformers 5.23.0, ``trainer.py`` (``_save_optimizer_and_scheduler``, ``_save_rng_state``, ``_load_rng_state``,
+``_load_optimizer_and_scheduler``), ``trainer_callback.py`` (``TrainerState``); accelerate 1.15.0, ``checkpointing.py``
+(``save_accelerator_state``, ``load_accelerator_state``), ``accelerator.py`` (``save_state``), ``utils/constants.py``. TRL's trainers are
+transformers'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcore_rlhf.core.facts import Item, Kind
+from mcore_rlhf.errors import Incomplete, Unsupported
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+
+from .source import StoredFile
+
+RankStates = Mapping[str, object]
+"""The random states of a rank, by generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """One row.
+
+    Args:
+        format: What the command line calls it.
+        says: What it is, in a sentence.
+        told: How whoever wrote it is told to load it, with ``{path}``.
+        optimizer, scheduler: torch's state dicts.
+        counters: JSON; empty where there is none.
+        alone: The random states of a run of one process.
+        of_rank: Those of a rank among several, with ``{rank}``.
+        generators: What each generator's state is called there, by what it is called here.
+        fixed: What else a file of random states has, and no generator's.
+        registered: A pattern of files in which a script's own objects have their states; empty where there are none.
+    """
+
+    format: str
+    says: str
+    told: str
+    optimizer: str
+    scheduler: str
+    counters: str
+    alone: str
+    of_rank: str
+    generators: Mapping[str, str]
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    registered: str = ""
+
+    def lie_in(self, folder: ReadablePath) -> bool:
+        """Whether schedule or random states lie in a folder under these names."""
+        names = (self.scheduler, self.alone)
+        return any((folder / name).is_file() for name in names) or next(self._numbers(folder), None) is not None
+
+    def _numbers(self, folder: ReadablePath) -> Iterator[int]:
+        """The ranks among several whose random states a folder has."""
+        pattern = re.compile(re.escape(self.of_rank).replace(re.escape("{rank}"), r"(\d{1,6})"))
+        return (int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name)))
+
+    def rng_name(self, rank: int, ranks: int) -> str:
+        """The file of a rank's random states."""
+        return self.alone if ranks == 1 else self.of_rank.format(rank=rank)
+
+    def rng_files(self, folder: ReadablePath) -> list[str]:
+        """Those that a folder has, by rank.
+
+        Raises:
+            Incomplete: A rank's is missing between others.
+        """
+        numbers = sorted(self._numbers(folder))
+        ranks = numbers[-1] + 1 if numbers else 0
+        if ranks > MOST_RANKS or len(numbers) != ranks:
+            missing = next((rank for rank in range(ranks) if rank not in numbers), ranks)
+            raise Incomplete(
+                f"{folder / self.of_rank.format(rank=missing)}: missing, and there are random states of higher ranks\n"
+                "Each node writes the files of its own ranks: bring those of all nodes together."
+            )
+        if numbers:
+            return [self.of_rank.format(rank=rank) for rank in numbers]
+        return [self.alone] if (folder / self.alone).is_file() else []
+
+    def read_rng(self, folder: ReadablePath, stubs: Sequence[str]) -> tuple[tuple[RankStates, ...], list[StoredFile]]:
+        """Each rank's random states, by generator, and the files that have them.
+
+        Args:
+            folder: Where they lie.
+            stubs: Further classes that may become inert stubs.
+
+        Raises:
+            CheckpointError: A file is damaged, a rank's is missing, or what it has are no random states.
+        """
+        ours = {theirs: here for here, theirs in self.generators.items()}
+        found, stored = [], []
+        for file in self.rng_files(folder):
+            opened = read_pt(folder, file, stubs=stubs)
+            stored.append(StoredFile.of_zip(file, opened.directory))
+            tree = opened.materialize(opened.tree)
+            if not isinstance(tree, Mapping):
+                raise Unsupported(
+                    f"{folder / file}: expected random states by generator, found a {type(tree).__name__}"
+                )
+            found.append({ours.get(str(key), str(key)): value for key, value in tree.items()})
+        return tuple(found), stored
+
+    def spelled(self, states: RankStates) -> dict[str, object]:
+        """A rank's random states as these files have them."""
+        return {**self.fixed, **{self.generators.get(key, key): value for key, value in states.items()}}
+
+
+TRANSFORMERS: RunFiles = RunFiles(
+    "hf-trainer", "A ``checkpoint-N`` of transformers' ``Trainer``, or TRL's: weights, ``optimizer.pt``, ``trainer_state.json``.",
+    'trainer.train(resume_from_checkpoint="{path}")',
+    "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
+    {"random": "python", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"},
+)  # fmt: skip
+ACCELERATE: RunFiles = RunFiles(
+    "hf-accelerate", "A folder of accelerate's ``save_state``: weights, ``optimizer.bin``, ``random_states_0.pkl``.",
+    'accelerator.load_state("{path}")',
+    "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
+    {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
+    "custom_checkpoint_*.pkl",
+)  # fmt: skip
+ROWS = (ACCELERATE, TRANSFORMERS)
+
+
+def of_ranks(count: int) -> str:
+    """How many they are, in words."""
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def rng_item(rank: int) -> Item:
+    """The random states of a rank."""
+    return Item(Kind.RNG, f"rank {rank}")
