@@ -39,7 +39,18 @@ from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap
 from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .into_run import OF_TRAINER, Beside, add_counters, add_position, as_step, beside, resolved, track, values_of
+from .into_run import (
+    OF_TRAINER,
+    Beside,
+    add_counters,
+    add_position,
+    as_step,
+    beside,
+    resolved,
+    say_what_was_counted,
+    track,
+    values_of,
+)
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
@@ -127,6 +138,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     else:
         first = next(iter(jobs.values())).source
         add_position(around, trainer, first)
+        say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args)
         places = {role: trainer.place_of(role) or "" for role in jobs}
         job = StepJob(step, jobs, around.files, around.texts, places, around.report)

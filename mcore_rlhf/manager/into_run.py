@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, RunOf
 from mcore_rlhf.families.source import Source
@@ -31,6 +32,8 @@ _LAYOUTS = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
 """Options that mean a Megatron layout."""
 _SAMPLES = "consumed_train_samples"
 _STATEFUL, _DATA = "stateful", "data"
+_COUNTERS = "trainer_state"
+"""Under which key of client state the counters of transformers' Trainer travel."""
 _LOADERS = ("_num_yielded", "_snapshot")
 """What a loader's state has, of one without workers and with. Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py``."""
 OF_TRAINER = "trainer"
@@ -123,11 +126,19 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
             found.files[name] = name
             found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
         else:
-            found.report.add(Fate.LOST, f"{name}: {trainer.title} has no place for it", item)
+            text = f"{name}: {trainer.title} has no place for it{_instead(trainer) if name == data else ''}"
+            found.report.add(Fate.LOST, text, item)
     for role in left_out:
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
         found.report.add(Fate.LOST, text)
     return found
+
+
+def _instead(trainer: Trainer) -> str:
+    """What a trainer goes by that has no place for the loader's state."""
+    if trainer.skips:
+        return f"; when it resumes it passes over as many batches of its own order as {trainer.skips} counts steps"
+    return "; its data begin anew, unless the script goes forward itself"
 
 
 def _former(source: Subject) -> Trainer | None:
@@ -225,6 +236,29 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         text = f"{key}, among the values of the first model, as {trainer.data}: for the same data in the same order"
         found.report.add(Fate.KEPT, text)
         return
+
+
+def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> None:
+    """Say that data begin anew where the source's trainer has no more than a count of its steps, and the other wants a loader's state.
+
+    Args:
+        found: Told.
+        trainer: Whose run it goes into.
+        opened: The first model.
+    """
+    wanted = bool(trainer.data) or _DATA in trainer.asks.values()
+    if not wanted or found.data is not None or trainer.data in (*found.files, *found.texts):
+        return
+    beside = ModuleState.of(opened)
+    formats = {opened.format, *([beside.beside.format] if beside is not None and beside.beside is not None else ())}
+    former = next((one for one in TRAINERS if one.skips and not formats.isdisjoint(one.formats)), None)
+    if former is None:
+        return
+    counters = opened.state.other.get(_COUNTERS)
+    epoch = counters.get("epoch") if isinstance(counters, Mapping) else None
+    far = f"step {opened.state.iteration}" + (f", epoch {epoch:g}" if isinstance(epoch, int | float) else "")
+    text = f"the place in the data: {former.title} counts batches by its steps alone ({far}); {trainer.title} begins its data anew"
+    found.report.add(Fate.LOST, text)
 
 
 def _unfit(position: object, steps: list[object], step: int) -> str:

@@ -57,6 +57,8 @@ class Trainer:
         tracked: What stands in the tracker.
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
+        skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
+            the loader's own state.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
         counters: Which file says how far the run is; None where its formats' own do.
         second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where a run says, or nobody.
@@ -81,6 +83,7 @@ class Trainer:
     tracked: str = "{step}"
     resumes: Resumed = "tracker"
     data: str = ""
+    skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
     second_group: tuple[str, ...] = ()

@@ -162,6 +162,29 @@ def test_a_position_that_is_another_steps_or_none_is_lost_by_name(
     assert [said in text for text in lost] == ([True] if said else [])
 
 
+def test_what_becomes_of_the_place_in_the_data_is_said(tmp_path: Path) -> None:
+    """The Trainer has none but its count of steps: neither way there is a loader's state that could be handed on."""
+    away = into(verls(tmp_path / "verl"), tmp_path / "trainer", "transformers")
+    assert [text for text in away.account.lost if text.startswith("data.pt")] == [
+        "data.pt: transformers' Trainer has no place for it; when it resumes it passes over as many batches of its own order "
+        "as trainer_state.json counts steps"
+    ]
+    loop = into(verls(tmp_path / "again"), tmp_path / "loop", "accelerate")
+    assert (
+        "data.pt: accelerate has no place for it; its data begin anew, unless the script goes forward itself"
+        in loop.account.lost
+    )
+    for to in ("verl", "rlinf", "openrlhf"):
+        back = into(GOLDENS / "transformers" / "checkpoint-2", tmp_path / to, to)
+        (said,) = [text for text in back.account.lost if text.startswith("the place in the data")]
+        assert said.startswith(
+            "the place in the data: transformers' Trainer counts batches by its steps alone (step 2, epoch 0.25); "
+        )
+        assert said.endswith("begins its data anew")
+    same = into(GOLDENS / "transformers" / "checkpoint-2", tmp_path / "same", "transformers")
+    assert not [text for text in same.account.lost if "data" in text]
+
+
 def test_counters_that_a_trainer_wants_and_nobody_has_are_made(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(NEMO, source)
