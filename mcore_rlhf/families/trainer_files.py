@@ -40,6 +40,7 @@ class RunFiles:
         of_rank: Those of a rank among several, with ``{rank}``.
         generators: What each generator's state is called there, by what it is called here.
         fixed: What else a file of random states has, and no generator's.
+        loader: The state of torchdata's ``StatefulDataLoader``, which every rank writes under the same name; empty where there is none.
         registered: A pattern of files in which a script's own objects have their states; empty where there are none.
     """
 
@@ -53,6 +54,7 @@ class RunFiles:
     of_rank: str
     generators: Mapping[str, str]
     fixed: Mapping[str, object] = field(default_factory=dict)
+    loader: str = ""
     registered: str = ""
 
     def lie_in(self, folder: ReadablePath) -> bool:
@@ -126,7 +128,7 @@ ACCELERATE: RunFiles = RunFiles(
     'accelerator.load_state("{path}")',
     "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
     {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
-    "custom_checkpoint_*.pkl",
+    "dl_state_dict.bin", "custom_checkpoint_*.pkl",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
 

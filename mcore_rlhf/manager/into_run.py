@@ -15,7 +15,8 @@ from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, RunOf
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.trainer_files import ROWS, RunFiles
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
@@ -36,6 +37,9 @@ _COUNTERS = "trainer_state"
 """Under which key of client state the counters of transformers' Trainer travel."""
 _LOADERS = ("_num_yielded", "_snapshot")
 """What a loader's state has, of one without workers and with. Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py``."""
+_YIELDED = "_sampler_iter_yielded"
+_SAMPLERS, _MAIN = ("_sampler_iter_state", "_index_sampler_state"), ("_snapshot", "_main_snapshot")
+"""What it has of its sampler, and where that lies in one with workers. Source: the same."""
 OF_TRAINER = "trainer"
 """Whose a step is that was written for another trainer, in what its manifest reports."""
 
@@ -120,7 +124,7 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     data = WHERE if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
-        if name == data and (trainer.data or _DATA in trainer.asks.values()):
+        if name == data and _wants_loader(trainer):
             _add_data(found, source, name, trainer)
         elif before is trainer:
             found.files[name] = name
@@ -189,6 +193,7 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
         trainer: Whose run it is.
         opened: The first model.
     """
+    take_position(found, trainer, opened)
     known = {**_known(opened.state.iteration, opened.state.args), _DATA: found.data}
     missing = [key for key in trainer.asks if key not in opened.state.other]
     if missing:
@@ -206,6 +211,58 @@ def _known(step: int, args: Mapping[str, object]) -> dict[str, object]:
 
 def _unsaid(args: Mapping[str, object]) -> str:
     return "" if isinstance(args.get(_SAMPLES), int) else "; nothing says how many samples were consumed: 0"
+
+
+def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
+    """The loader's state out of a file beside the source's model (accelerate), as the trainer has it.
+
+    Args:
+        found: Gets it.
+        trainer: Whose run it is.
+        opened: The model; a file that is taken counts as opened from then on, so that every byte of it is checked.
+    """
+    row = next((row for row in ROWS if row.loader and row.format in _formats(opened)), None)
+    if row is None or not _wants_loader(trainer) or not (opened.root / row.loader).is_file():
+        return
+    name, told = row.loader, f"{trainer.title} begins its data anew"
+    if wrong := _not_the_runs(opened, row):
+        found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
+        return
+    try:
+        file = read_pt(opened.root, name)
+        position = file.materialize(file.tree)
+        wrong = _unfit(position, [opened.state.iteration], opened.state.iteration) or _without_sampler(position)
+        text = b"" if wrong or not trainer.data else saved(position, trainer.data)
+    except CheckpointError as error:
+        wrong = str(error)
+    if wrong:
+        found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
+        return
+    if trainer.data:
+        found.texts[trainer.data] = text
+    else:
+        found.data = position
+    place = f"as {trainer.data}" if trainer.data else "among the values of the first model"
+    found.report.add(Fate.KEPT, f"{name}, {place}: for the same data in the same order")
+    opened.files = (*opened.files, StoredFile.of_zip(name, file.directory))
+    if opened.carried is not None:
+        left = tuple(item for item in opened.carried.found if item.path != name)
+        opened.carried = replace(opened.carried, found=left)
+
+
+def _not_the_runs(opened: Source, row: RunFiles) -> str:
+    """Why the one file is not how far the whole run is; empty where it is."""
+    stem, _, ending = row.loader.rpartition(".")
+    if more := [path.name for path in opened.root.glob(f"{stem}_*.{ending}")]:
+        return f"lies beside {', '.join(sorted(more))}, and nothing says which loader gave the prompts"
+    ranks = len(ModuleState.needed(opened).rng)
+    if ranks == 1:
+        return ""
+    return (
+        f"is of one of {ranks} ranks, each of which had a share of the data"
+        if ranks
+        else "nothing says how many ranks had such a loader"
+    )
 
 
 def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
@@ -246,12 +303,9 @@ def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> Non
         trainer: Whose run it goes into.
         opened: The first model.
     """
-    wanted = bool(trainer.data) or _DATA in trainer.asks.values()
-    if not wanted or found.data is not None or trainer.data in (*found.files, *found.texts):
+    if not _wants_loader(trainer) or found.data is not None or trainer.data in (*found.files, *found.texts):
         return
-    beside = ModuleState.of(opened)
-    formats = {opened.format, *([beside.beside.format] if beside is not None and beside.beside is not None else ())}
-    former = next((one for one in TRAINERS if one.skips and not formats.isdisjoint(one.formats)), None)
+    former = next((one for one in TRAINERS if one.skips and not _formats(opened).isdisjoint(one.formats)), None)
     if former is None:
         return
     counters = opened.state.other.get(_COUNTERS)
@@ -259,6 +313,29 @@ def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> Non
     far = f"step {opened.state.iteration}" + (f", epoch {epoch:g}" if isinstance(epoch, int | float) else "")
     text = f"the place in the data: {former.title} counts batches by its steps alone ({far}); {trainer.title} begins its data anew"
     found.report.add(Fate.LOST, text)
+
+
+def _without_sampler(position: object) -> str:
+    """Why torchdata's loader would begin anew from a state, and say nothing: it counts batches, and its sampler said nothing."""
+    inner = position
+    for key in _MAIN:
+        inner = inner.get(key, inner) if isinstance(inner, Mapping) else inner
+    if not isinstance(inner, Mapping) or any(inner.get(key) is not None for key in _SAMPLERS):
+        return ""
+    count = next((inner[key] for key in (_YIELDED, _LOADERS[0]) if key in inner), 0)
+    if isinstance(count, int) and not count:
+        return ""
+    return f"counts {count!r:.20} batches, and has no state of a sampler, without which torchdata's loader begins anew"
+
+
+def _wants_loader(trainer: Trainer) -> bool:
+    return bool(trainer.data) or _DATA in trainer.asks.values()
+
+
+def _formats(opened: Source) -> set[str]:
+    """What a model is in, and what the files beside it are of."""
+    family = ModuleState.of(opened)
+    return {opened.format} if family is None or family.beside is None else {opened.format, family.beside.format}
 
 
 def _unfit(position: object, steps: list[object], step: int) -> str:

@@ -31,6 +31,12 @@ def test_a_loader_goes_on_from_openrlhfs_position(trainers: Path, rng: random.Ra
     assert lines_of(trainers, "position_job", to, *numbers)[-1] == "7 batches, the same"
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("to", "workers"), [("verl", 0), ("rlinf", 2)])
+def test_a_loader_goes_on_from_accelerates_position(trainers: Path, to: str, workers: int) -> None:
+    assert lines_of(trainers, "accelerate_position_job", to, str(workers))[-1] == "7 batches, the same"
+
+
 def lines_of(trainers: Path, job: str, *arguments: str) -> list[str]:
     """What a process prints that has torchdata."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [PROJECT, trainers / "needs"])), OMP_NUM_THREADS="1")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
@@ -160,6 +161,62 @@ def test_a_position_that_is_another_steps_or_none_is_lost_by_name(
     assert not (tmp_path / "verl" / "global_step_3" / "data.pt").exists()
     lost = [text for text in done.account.lost if text.startswith("data_loader_state_dict: ")]
     assert [said in text for text in lost] == ([True] if said else [])
+
+
+def accelerates(folder: Path, position: object) -> Path:
+    """A step of accelerate's own, of one rank, with what a loader said of its position."""
+    shutil.copytree(GOLDENS / "transformers" / "step_2", folder / "step_2")
+    torch.save(position, folder / "step_2" / "dl_state_dict.bin")
+    return folder / "step_2"
+
+
+def test_the_position_beside_accelerates_model_becomes_a_file(tmp_path: Path) -> None:
+    position = {"_num_yielded": 2, "_iterator_finished": False, "_sampler_iter_state": {"generator": torch.arange(9)}}
+    step = accelerates(tmp_path, position)
+    config = str(GOLDENS / "transformers" / "checkpoint-2" / "config.json")
+    done = into(step, tmp_path / "verl", "verl", reference_config=config)
+    assert not [text for text in done.account.lost if "dl_state_dict" in text]
+    assert Item(Kind.FILE, "dl_state_dict.bin") not in done.jobs["actor"].account.entries
+    assert "dl_state_dict.bin" in {file.path for file in done.jobs["actor"].source.files}
+    after = torch.load(tmp_path / "verl" / "global_step_2" / "data.pt", weights_only=True)
+    assert torch.equal(after["_sampler_iter_state"].pop("generator"), torch.arange(9))
+    assert after == {"_num_yielded": 2, "_iterator_finished": False, "_sampler_iter_state": {}}
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("this runs",)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda step: None, "counts 2 batches, and has no state of a sampler"),
+        (
+            lambda step: torch.save(
+                {"_snapshot": {"_main_snapshot": {"_sampler_iter_yielded": 3}}}, step / "dl_state_dict.bin"
+            ),
+            "counts 3",
+        ),
+        (lambda step: torch.save({"at": 7}, step / "dl_state_dict.bin"), "has none of _num_yielded, _snapshot"),
+        (lambda step: (step / "dl_state_dict.bin").write_bytes(b""), "the file is empty"),
+        (lambda step: torch.save({"_num_yielded": Hostile()}, step / "dl_state_dict.bin"), "print"),
+        (lambda step: torch.save({"_num_yielded": 2}, step / "dl_state_dict_1.bin"), "lies beside dl_state_dict_1.bin"),
+        (lambda step: torch.save({"step": 2}, step / "random_states_1.pkl"), "is of one of 2 ranks"),
+        (lambda step: (step / "random_states_0.pkl").unlink(), "nothing says how many ranks"),
+    ],
+)
+def test_a_position_that_is_not_the_runs_is_lost_by_name(
+    tmp_path: Path, change: Callable[[Path], object], said: str
+) -> None:
+    step = accelerates(tmp_path, {"_num_yielded": 2})  # as of a DataLoader of torch's own, whose sampler has no state
+    change(step)
+    config = str(GOLDENS / "transformers" / "checkpoint-2" / "config.json")
+    done = into(step, tmp_path / "verl", "verl", reference_config=config)
+    assert not (tmp_path / "verl" / "global_step_2" / "data.pt").exists()
+    (lost,) = [text for text in done.account.lost if text.startswith("dl_state_dict.bin: ")]
+    assert said in lost
+    assert lost.endswith("verl begins its data anew")
 
 
 def test_what_becomes_of_the_place_in_the_data_is_said(tmp_path: Path) -> None:
