@@ -17,7 +17,7 @@ from mcore_rlhf.core.account import Reason
 from ..errors import Problems, StorageError, Unreadable, Untrusted
 from .links import enclose, require_inside
 from .nested import calls_of_file
-from .paths import ReadablePath
+from .paths import ReadablePath, storage_error
 from .publish import MANIFEST_NAME
 
 MAX_CARRIED = 64 << 20
@@ -113,6 +113,7 @@ def leftovers(folder: ReadablePath, opened: Collection[str], stubs: Collection[s
 
     Raises:
         Untrusted: Files that would go along are links that lead out of the folder; all of them.
+        StorageError: The folder cannot be listed.
     """
     known, found, carried = {*opened, MANIFEST_NAME}, list[Leftover](), 0
     enclose(folder)
@@ -190,7 +191,9 @@ def _paths(folder: ReadablePath) -> Iterator[str]:
         inner = waiting.pop()
         try:
             listed = list((folder / inner).iterdir()) if len(inner.parts) < _DEEP else None
-        except OSError:
+        except OSError as error:
+            if not inner.parts:  # then nobody knows what does not go along
+                raise storage_error(error, folder, "list") from error
             listed = None
         if listed is None:
             yield str(inner)

@@ -205,6 +205,7 @@ class Convert(Scene):
     """A conversion that replaces another one's target."""
 
     number: int
+    to: str = "dcp"
 
     def lay_out(self) -> None:
         shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", self.base / "source")
@@ -212,7 +213,7 @@ class Convert(Scene):
         assert code == 0, said
 
     def _words(self, folder: Path, *more: str) -> list[str]:
-        return ["convert", str(folder / "source"), str(folder / "out"), "--to", "dcp", *more]
+        return ["convert", str(folder / "source"), str(folder / "out"), "--to", self.to, *more]
 
     def act(self) -> str:
         code, self._said = called(self._words(self.live, "--overwrite"))
@@ -422,6 +423,9 @@ SWEEPS |= {
     },
     **{f"convert, {name}": Sweep(Convert, getattr(errno, name), CHANGING) for name in ("EIO", "ENOSPC", "ESTALE")},
     "convert, EIO of reads": Sweep(Convert, errno.EIO, READING),
+    "convert to torch, EIO": Sweep(partial(Convert, to="torch"), errno.EIO, CHANGING),
+    "convert to torch, ENOSPC from there on": Sweep(partial(Convert, to="torch"), errno.ENOSPC, WRITING, -1),
+    "convert to torch, EIO of reads": Sweep(partial(Convert, to="torch"), errno.EIO, READING),
     **{
         f"rollouts, {name}{' from there on' if many < 0 else ''}{', raised' if how == 'raise' else ''}": Sweep(
             partial(_produce, on_error=how), getattr(errno, name), CHANGING if many > 0 else WRITING, many

@@ -23,6 +23,7 @@ SAMPLE = {
     "load, EACCES from there on": 37,
     "prune, EIO from there on": 61,
     "convert, EIO": 37,
+    "convert to torch, ENOSPC from there on": 7,
     "rollouts, EIO": 5,
     "watch, EIO": 19,
 }
