@@ -55,5 +55,5 @@ def test_a_sample_of_calls(shim: Path, tmp_path: Path, rng: random.Random, sweep
 def test_every_call(shim: Path, tmp_path: Path, sweep: str) -> None:
     found = swept(shim, tmp_path / "sweep", sweep)
     print(sweep, json.dumps(found["outcomes"]))
-    assert found["faults"] > 2, "nothing failed: is the shim preloaded?"
+    assert found["faults"], "nothing failed: is the shim preloaded?"
     assert not found["wrong"], json.dumps(found, indent=1)
