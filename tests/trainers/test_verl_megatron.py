@@ -89,7 +89,7 @@ def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None
     for to, write in there.items():
         made = lab.folder / f"{case}-{to}-there"
         convert(run, made, ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write)))
-        roots[to] = lab.convert(made, "verl", f"{case}-{to}", **layout)[0]
+        roots[to] = lab.convert(made, "verl", f"{case}-{to}-back", **layout)[0]
     for to, root in roots.items():  # one after the other, each in a new run: Megatron's scheduler adds what it loads
         contents = ["model", "optimizer", *([] if to == "hf" else ["extra"])]  # new random states are those of a GPU
         do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
