@@ -55,7 +55,7 @@ from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
-from .runs import manifest_of
+from .runs import manifest_of, run_at
 from .subject import Subject
 
 
@@ -239,6 +239,7 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     step = source.step or 0
     folder = root if trainer.by_role else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
+    _refuse_of_others(root, trainer)
     name = manifest_of(trainer)
     with publication(
         folder, lambda there: (there / name).is_file(), manifest_name=name, **published_by(options)
@@ -250,6 +251,19 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     job.told = _told(trainer, root, step, folder, in_parts=in_parts)
     track(root, trainer, step, fsync=options.fsync)
     return job
+
+
+def _refuse_of_others(root: ReadablePath, trainer: Trainer) -> None:
+    """Refuse a root with another trainer's steps: nobody could say afterwards whose run it is."""
+    run = run_at(root)
+    if (
+        run is not None
+        and run.trainer.name not in (trainer.name, *trainer.over)
+        and trainer.name not in run.trainer.over
+    ):
+        raise UsageError(
+            f"{root}: is a run of {run.trainer.title}\nGive the one for {trainer.title} a root of its own."
+        )
 
 
 def _told(trainer: Trainer, root: ReadablePath, step: int, folder: ReadablePath, *, in_parts: bool) -> str:

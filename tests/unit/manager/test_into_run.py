@@ -357,3 +357,12 @@ def test_a_planted_position_is_never_run(tmp_path: Path) -> None:
         into(root, tmp_path / "rlinf", "rlinf")
     assert not planted.exists()
     assert not (tmp_path / "rlinf").exists()
+
+
+def test_a_root_with_another_trainers_steps_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Of the same number, too; it was said after the step had been published."""
+    root = verls(tmp_path / "run")
+    before = sorted(path.relative_to(root) for path in root.rglob("*"))
+    with pytest.raises(UsageError, match=r"run: is a run of verl\nGive the one for NeMo-RL a root of its own"):
+        into(OPENRLHF, root, "nemo-rl")
+    assert sorted(path.relative_to(root) for path in root.rglob("*")) == before
