@@ -34,7 +34,6 @@ from mcore_rlhf.errors import Corrupt, Problems, Unsupported, UsageError, headli
 from mcore_rlhf.manager.run.policies import AnyOf, BeforeDeadline, Deadline, EveryMinutes, SaveClock, SavePolicy
 from mcore_rlhf.manager.run.steps import NOTE
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
-from mcore_rlhf.storage.beneath import remove_beneath
 
 from .seam import Seam
 
@@ -229,8 +228,7 @@ class Commits:
             if checkpoint is not None and copies:
                 copy = import_module("pyarrow.fs").copy_files
                 copy(checkpoint.path, str(staging), source_filesystem=checkpoint.filesystem)
-                for one in ours:
-                    remove_beneath(staging, one)
+                steps.root.forget(staging)
             if notes:
                 self._note(staging, number)
 

@@ -60,6 +60,11 @@ class TrainerRoot:
         found = [one.local for one in self.listed() if one.step == step]
         return found[-1] if found else self.folder_of(step)
 
+    def forget(self, copy: Path) -> None:
+        """Take what is ours out of a copy of a committed step, which becomes another one."""
+        for name in (self.manifest, steps.NOTE):
+            remove(copy / name)
+
     def listed(self) -> list[Step]:
         """The folders of all steps, oldest first, whatever they are worth.
 
