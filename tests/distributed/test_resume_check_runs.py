@@ -113,7 +113,7 @@ def test_noise_is_different_where_no_profile_was_asked_for(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fault", "named"),
     [
-        ("skips-step", "step 4"),
+        ("skips-step", "step {next}"),
         ("moves-cursor", "/prompts"),
         ("forgets-optimizer", "optimizer/state/0/step"),
     ],
@@ -121,8 +121,10 @@ def test_noise_is_different_where_no_profile_was_asked_for(tmp_path: Path) -> No
 def test_a_profile_still_sees_what_noise_cannot_be(tmp_path: Path, fault: str, named: str) -> None:
     outcome = checked(tmp_path, *NOISY, "--fault", fault, options=BF16)
     assert outcome.verdict == "different"
-    found = [f"{one.where}: {one.key}" for tally in outcome.interrupted[0].comparison.tallies for one in tally.findings]
-    assert any(named in place for place in found), found
+    (run,) = outcome.interrupted
+    assert run.kill is not None
+    found = [f"{one.where}: {one.key}" for tally in run.comparison.tallies for one in tally.findings]
+    assert any(named.format(next=run.kill.resumes_from + 1) in place for place in found), (run.kill, found)
 
 
 AGAIN = ["--again", "{again}"]

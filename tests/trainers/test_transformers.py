@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -34,10 +36,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@cache
 def seen_of(folder: Path) -> Seen:
-    """What the run saw that wrote a golden, from there on."""
-    whole = json.loads((GOLDENS / f"{folder.name}.json").read_text())
-    return [tuple(step) for step in whole[HALF:]]
+    """What the golden itself goes on with, on this processor: another one's sums end in other bits."""
+    if folder is ACCELERATE:
+        return accelerated(model(9, tie_word_embeddings=False), resume=folder)
+    with TemporaryDirectory() as run:
+        return train(adapted(9) if folder is ADAPTER else model(9, tie_word_embeddings=True), Path(run), folder)
 
 
 def to(source: Path, target: Path, name: str, **write: Any) -> Job:
@@ -51,11 +56,12 @@ def forget(root: Path) -> None:
     (root / "mcore_rlhf.json").unlink()
 
 
-def test_the_goldens_go_on_as_they_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize("golden", [TRAINER, ACCELERATE, ADAPTER], ids=lambda path: path.name)
+def test_the_goldens_go_on_as_they_did(golden: Path) -> None:
     """So the recipe is the one that wrote them, and what follows compares like with like."""
-    assert train(model(9, tie_word_embeddings=True), tmp_path / "a", TRAINER) == seen_of(TRAINER)
-    assert train(adapted(9), tmp_path / "b", ADAPTER) == seen_of(ADAPTER)
-    assert accelerated(model(9, tie_word_embeddings=False), resume=ACCELERATE) == seen_of(ACCELERATE)
+    whole = json.loads((GOLDENS / f"{golden.name}.json").read_text())
+    for here, there in zip(seen_of(golden), whole[HALF:], strict=True):
+        assert here == pytest.approx(tuple(there), rel=1e-5)
 
 
 @pytest.mark.parametrize("golden", [TRAINER, ACCELERATE, ADAPTER], ids=lambda path: path.name)
