@@ -37,6 +37,7 @@ from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.huggingface.relation import Link
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING
 from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.threads import begin
 from mcore_rlhf.storage.urls import checkpoint_path
 
 if TYPE_CHECKING:
@@ -292,8 +293,7 @@ def _streamed(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
         finally:
             stream.ended.set()
 
-    thread = threading.Thread(target=run, name="mcore_rlhf weights", daemon=True)
-    thread.start()
+    thread = begin("mcore_rlhf weights", run)
     try:
         for name, data in stream:
             part, box = wanted.parts[int(name)], wanted.boxes[int(name)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.storage.destination import Destination, Publication
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import ReadablePath, human
+from mcore_rlhf.storage.threads import Pool
 from mcore_rlhf.verify.audit import Audit, Ledger, Pair, Watched, read_checksums, read_on
 
 from .fingerprint import digest
@@ -252,8 +252,8 @@ class Execution:
             raise _Stopped
 
     @contextmanager
-    def _pool(self) -> Iterator[ThreadPoolExecutor]:
-        pool = ThreadPoolExecutor(max(1, self.options.workers), "convert")
+    def _pool(self) -> Iterator[Pool]:
+        pool = Pool(self.options.workers, "convert")
         with products_in_one_thread() if self.work.multiplies else nullcontext():
             try:
                 yield pool
@@ -263,7 +263,7 @@ class Execution:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _all(self, pool: ThreadPoolExecutor, tasks: Iterable[Callable[[], None]]) -> None:
+    def _all(self, pool: Pool, tasks: Iterable[Callable[[], None]]) -> None:
         """Run tasks, of which few are made before their turn; the first real error stops the rest."""
         waiting = _WAITING + 4 * self.options.workers
         room, failed = Semaphore(waiting), list[BaseException]()

@@ -38,7 +38,13 @@ def post_save(args: object, rollout_id: int, checkpoint_dir: str, hf_checkpoint_
     Returns:
         What ends when it has one, or was refused; miles passes over it.
     """
-    return _BEHIND.submit(_adopted, rollout_id, Path(checkpoint_dir))
+    try:
+        return _BEHIND.submit(_adopted, rollout_id, Path(checkpoint_dir))
+    except RuntimeError as error:  # the system gives no thread: it waits for the next call
+        LOG.warning("rollout %s: %s has no manifest yet: %s", rollout_id, checkpoint_dir, error)
+        done = Future[None]()
+        done.set_result(None)
+        return done
 
 
 def _adopted(rollout_id: int, folder: Path) -> None:

@@ -16,7 +16,7 @@ from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +26,7 @@ from mcore_rlhf.core.execute import Range
 from ..errors import Incomplete
 from .paths import pwrite_all, storage_error
 from .store import Store
+from .threads import Pool
 
 PIECE_NBYTES = 8 << 20
 """Bytes of one request at most: at 30 ms each, 16 connections carry 4 GB/s."""
@@ -116,7 +117,7 @@ class Fetched:
             os.unlink(name)
         except OSError as error:
             raise storage_error(error, self._folder, "keep what is fetched") from error
-        self._pool = ThreadPoolExecutor(connections, "fetch")
+        self._pool = Pool(connections, "fetch")
         self._files: dict[str, _Kept] = {}
         self._order: OrderedDict[tuple[str, int], _Extent] = OrderedDict()
         self._nbytes = self._end = 0
@@ -257,7 +258,7 @@ class FetchingStore(Store):
         return data
 
 
-def _let_go(fd: int, pool: ThreadPoolExecutor) -> None:
+def _let_go(fd: int, pool: Pool) -> None:
     pool.shutdown(wait=False)  # nothing is under way: that would hold the object; and this may be one of its threads
     os.close(fd)
 

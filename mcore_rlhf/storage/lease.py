@@ -25,6 +25,7 @@ from .objects import ObjectStore, Tag, open_url
 from .records import Natural, parsed, text_of
 from .settings import stores_with
 from .store import StorePath
+from .threads import begin
 from .transactions import new_transaction
 
 PERIOD_S = 60.0
@@ -121,9 +122,12 @@ class Lease:
             return
         self._thread.join(_ENDS_S)
         if not self.lost:
-            self._store.requests.forgive(once=True)
-            with suppress(CheckpointError, OSError):  # who comes next waits for a period then
-                self._put(self._tag, gone=True)
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._store.requests.forgive(once=True)
+        with suppress(CheckpointError, OSError):  # who comes next waits for a period then
+            self._put(self._tag, gone=True)
 
     def _take(self) -> None:
         if not self._put(self._free()):
@@ -131,8 +135,11 @@ class Lease:
             if found is None:
                 raise StorageError(f"{self._store}{self._key}: cannot be put\nIs there such a bucket?")
             raise StorageError(self._refusal(found))
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = begin("lease", self._beat)
+        except StorageError:
+            self._give_up()
+            raise
 
     def _free(self) -> Tag | None:
         """What may be replaced: nothing, a record that was given up, or one that stays as it is for a period.

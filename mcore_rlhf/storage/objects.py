@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +30,7 @@ from .publish import MANIFEST_NAME
 from .requests import OF_REQUESTS, Requests, is_refusal, said
 from .settings import SETTINGS, StoreSettings, redacted, stores_with
 from .store import Store, StorePath
+from .threads import Pool
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -349,7 +349,7 @@ class StoreNotes(Notes):
     def read(self, pattern: str = "*") -> Iterator[tuple[str, bytes]]:
         """See :meth:`Notes.read`; by a few connections."""
         names = list(self.list(pattern))
-        with ThreadPoolExecutor(self.store.settings.connections) as pool:
+        with Pool(self.store.settings.connections, "read") as pool:
             yield from (
                 (name, data) for name, data in zip(names, pool.map(self.get, names), strict=True) if data is not None
             )

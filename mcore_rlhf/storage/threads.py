@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import StorageError
 
@@ -23,8 +24,49 @@ def begin(name: str, job: Callable[..., object], *args: object) -> threading.Thr
     try:
         thread.start()
     except RuntimeError as error:
-        raise StorageError(
-            f"{name}: the system gives no thread for it: {error}\n"
-            "Raise the limit on processes: ulimit -u, or pids.max of the container."
-        ) from error
+        raise _none(name, error) from error
     return thread
+
+
+def begin_some(count: int, name: str, job: Callable[..., object], *args: object) -> list[threading.Thread]:
+    """The same on several threads, or on as many as the system gives.
+
+    Raises:
+        StorageError: It gives none.
+    """
+    threads = list[threading.Thread]()
+    for _ in range(count):
+        try:
+            threads.append(begin(name, job, *args))
+        except StorageError:
+            if not threads:
+                raise
+            break
+    return threads
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads that share work: as many as asked for, or as the system gives; one suffices.
+
+    Args:
+        threads: How many at most.
+        name: What they do, for people who look at threads.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        super().__init__(max(1, threads), name)
+        self._name = name
+
+    def _adjust_thread_count(self) -> None:  # concurrent.futures.thread of Python 3.10 to 3.14: called as work comes in
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            if not self._threads:
+                raise _none(self._name, error) from error
+
+
+def _none(name: str, error: RuntimeError) -> StorageError:
+    return StorageError(
+        f"{name}: the system gives no thread for it: {error}\n"
+        "Raise the limit on processes: ulimit -u, or pids.max of the container."
+    )

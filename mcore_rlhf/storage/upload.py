@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,6 +36,7 @@ from .reading import opened
 from .record_file import Layout, RecordFile
 from .settings import SCHEMES
 from .store import StorePath
+from .threads import Pool
 from .transactions import new_transaction
 from .uploaded import StagedFile, UploadedFile, at_a_time, part_nbytes
 
@@ -367,7 +367,7 @@ class StorePublication(Publication):
     def _make_plain(self, manifest: Manifest) -> None:
         """Give the files the names that other loaders look for. Until the manifest says so, they are not all there."""
         try:
-            with ThreadPoolExecutor(self._store.settings.connections) as pool:
+            with Pool(self._store.settings.connections, "copy") as pool:
                 list(pool.map(self._copy_plain, manifest.files.items()))
             self._put_manifest(replace(manifest, prefix=""), self._tag)
         except CheckpointError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -19,6 +18,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.patience import looked
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import opened
+from mcore_rlhf.storage.threads import Pool
 from mcore_rlhf.storage.urls import checkpoint_path
 
 from .audit import Audit, Ledger, read_checksums
@@ -220,7 +220,7 @@ def _check_bytes(
             progress(nbytes)
 
     ledger = Ledger(source.files)
-    with bytes_of(source) as mapped, ThreadPoolExecutor(workers, "verify") as pool:
+    with bytes_of(source) as mapped, Pool(workers, "verify") as pool:
         audit = Audit(mapped, ledger, verdict.problems, count, source.distrust)
         deep = depth is Depth.DEEP
         list(pool.map(lambda task: task(), audit.tasks(source.catalog, replicas=deep, parity=deep and source.parity)))

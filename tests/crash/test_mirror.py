@@ -112,6 +112,30 @@ def test_a_run_whose_root_is_gone_goes_on_from_its_mirror_bit_for_bit(
         assert by_number.step == 1
 
 
+@pytest.mark.parametrize("how", ["continue", "raise"])
+def test_where_there_is_no_thread_for_it_training_goes_on_and_it_is_tried_again(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Any
+) -> None:
+    def none(*args: Any) -> threading.Thread:
+        raise StorageError("mcore_rlhf mirror: the system gives no thread for it")
+
+    run, heard, begin = MirroredRun(), list[Event](), mirroring.begin
+    monkeypatch.setattr(mirroring, "begin", none)
+    with run.manager(tmp_path / "root", Mirror(url(f"no-{how}"), on_error=how), on_event=heard.append) as manager:
+        saved(manager, run, 1)
+        if how == "raise":
+            with pytest.raises(StorageError, match=r"the mirror .*: mcore_rlhf mirror: the system gives no thread"):
+                saved(manager, run, 2)
+        else:
+            saved(manager, run, 2)
+        assert (local(tmp_path / "root"), mirrored(f"no-{how}")) == ([1] if how == "raise" else [1, 2], [])
+        assert manager.wait_for_mirror(30) == local(tmp_path / "root")
+        monkeypatch.setattr(mirroring, "begin", begin)
+        assert manager.wait_for_mirror(30) == []
+    assert mirrored(f"no-{how}") == local(tmp_path / "root")
+    assert any("gives no thread" in event.text for event in heard)
+
+
 def test_a_killed_upload_goes_on_and_sends_nothing_twice(s3: S3, tmp_path: Path) -> None:
     environment = s3.environment
     child = SERVER.Process(target=save_there, args=(str(tmp_path / "root"), url("mirror-of-a-killed"), environment, 1))

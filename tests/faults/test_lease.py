@@ -61,6 +61,19 @@ def test_it_has_one_holder_and_is_given_up(make: Make) -> None:
     assert time.monotonic() - begun < PERIOD_S / 2
 
 
+def test_who_gets_no_thread_to_renew_it_gives_it_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: object) -> threading.Thread:
+        raise StorageError("lease: the system gives no thread for it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lease, "begin", none)
+        with pytest.raises(StorageError, match="gives no thread"):
+            make().hold()
+    begun = time.monotonic()
+    make().hold()
+    assert time.monotonic() - begun < PERIOD_S / 2
+
+
 def test_who_was_killed_is_taken_over_from_after_a_period(make: Make) -> None:
     with subprocess.Popen([sys.executable, "-c", OTHER], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None

@@ -26,6 +26,7 @@ from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import human
 from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.records import text_of
+from mcore_rlhf.storage.threads import begin
 
 from . import retention, steps
 from .mirror_hosts import Ended, Helpers, Job, missing, publication_of, send, shares
@@ -83,7 +84,7 @@ class Mirroring:
         self._error: Exception | None = None
         self._begun = False
         self._moved, self._stands = 0.0, False
-        self._thread = threading.Thread(target=self._run, name="mcore_rlhf mirror", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
     def most_waiting(self) -> int:
@@ -91,10 +92,14 @@ class Mirroring:
         return self._options.most_waiting
 
     def start(self) -> None:
-        """Begin, with what an earlier run has left; a second call does nothing."""
-        if self._thread.ident is None and not self._ended.is_set():
-            atexit.register(self.close)
-            self._thread.start()
+        """Begin, with what an earlier run has left; a second call does nothing, but where the system gave no thread for it."""
+        if self._thread is None and not self._ended.is_set():
+            try:
+                self._thread = begin("mcore_rlhf mirror", self._run)
+            except StorageError as error:
+                self._failed(error)
+            else:
+                atexit.register(self.close)
 
     def begins(self, step: int, transaction: str) -> None:
         """A step is about to be saved: newer ones in the mirror will be left behind.
@@ -134,7 +139,7 @@ class Mirroring:
         end = None if seconds is None else time.monotonic() + seconds
         self.start()
         while found := self.waiting():
-            if not self._thread.is_alive() or (end is not None and time.monotonic() >= end):
+            if self._thread is None or not self._thread.is_alive() or (end is not None and time.monotonic() >= end):
                 break
             time.sleep(_POLL_S)
         return [step.step for step in found]
@@ -144,7 +149,7 @@ class Mirroring:
         self._ended.set()
         self._wake.set()
         atexit.unregister(self.close)
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(_ENDING_S)
         self._hosts.close()
 

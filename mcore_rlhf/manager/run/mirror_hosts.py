@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mcore_rlhf.errors import CheckpointError, log_of
+from mcore_rlhf.errors import CheckpointError, StorageError, log_of
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.paths import beneath
 from mcore_rlhf.storage.store import StorePath
+from mcore_rlhf.storage.threads import begin, begin_some
 from mcore_rlhf.storage.transactions import new_transaction
 
 from . import steps
@@ -167,13 +168,7 @@ def send(
     def one(job: Job) -> None:
         publication.put(job[0], beneath(folder, job[0]), job[1], tick)
 
-    threads = [
-        threading.Thread(target=_work, args=(todo, one, errors), daemon=True)
-        for _ in range(min(FILES_AT_A_TIME, len(jobs)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    for thread in begin_some(min(FILES_AT_A_TIME, len(jobs)), "mcore_rlhf mirror sends", _work, todo, one, errors):
         while thread.is_alive():
             thread.join(_LOOK_S)
             try:
@@ -297,17 +292,18 @@ class Helper:
     rank: int
     host: str
     _ended: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
+    _thread: threading.Thread | None = None
     _told: Told = field(default_factory=Told)
 
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="mcore_rlhf mirror", daemon=True)
-
     def start(self) -> None:
-        """Begin to listen; a second call does nothing."""
-        if self._thread.ident is None and not self._ended.is_set():
-            atexit.register(self.close)
-            self._thread.start()
+        """Begin to listen; a second call does nothing, but where the system gave no thread for it: rank 0 sends all then."""
+        if self._thread is None and not self._ended.is_set():
+            try:
+                self._thread = begin("mcore_rlhf mirror", self._run)
+            except StorageError as error:
+                _log.warning("rank %d: %s", self.rank, error)
+            else:
+                atexit.register(self.close)
 
     def wait(self, seconds: float | None) -> list[int]:
         """Wait until rank 0 says that all is there, or is no more; see :meth:`~.mirror.Mirroring.wait`."""
@@ -325,7 +321,7 @@ class Helper:
         """Stop; rank 0 sends what is missing, now or at the next start."""
         self._ended.set()
         atexit.unregister(self.close)
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._thread.join(_ENDING_S)
             self._say(state="closed", why="its process has ended")
 

@@ -1,0 +1,61 @@
+"""Where the system gives few threads, work goes on with these; where it gives none, it is said what would help."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import StorageError
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.storage.threads import Pool, begin_some
+from mcore_rlhf.verify.checkpoint import Depth, verify
+from mcore_rlhf.weights import iter_weights
+
+SOURCE = Path(__file__).parents[2] / "goldens" / "megatron" / "tp2pp2dp2_bf16_do"
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many threads more the system gives, in a list of one."""
+    real, given = threading.Thread.start, [0]
+
+    def start(thread: threading.Thread) -> None:
+        if not given[0]:
+            raise RuntimeError("can't start new thread")
+        given[0] -= 1
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return given
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_one_suffices(left: list[int], few: int) -> None:
+    left[0] = few
+    with Pool(5, "count") as pool:
+        assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+    left[0] = few
+    done = list[None]()
+    for thread in begin_some(5, "count", done.append, None):
+        thread.join()
+    assert len(done) == few
+
+
+def test_conversions_verdicts_and_weights_say_that_there_is_none(left: list[int], tmp_path: Path) -> None:
+    options = ConvertOptions(to="megatron", write=WriteOptions(tp=1, pp=1), fsync=False)
+    for action in (
+        lambda: convert(SOURCE, tmp_path / "out", options),
+        lambda: verify(SOURCE, ReadOptions(), Depth.FULL),
+        lambda: list(iter_weights(SOURCE)),
+    ):
+        with pytest.raises(
+            StorageError, match=r"the system gives no thread for it: can't start new thread\nRaise the limit"
+        ):
+            action()
+    left[0] = 100
+    convert(SOURCE, tmp_path / "out", options)
+    left[0] = 1
+    assert not verify(tmp_path / "out", ReadOptions(), Depth.FULL).problems
