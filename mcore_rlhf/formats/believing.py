@@ -7,6 +7,7 @@ from traceback import extract_tb
 
 from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Unforeseen, Untrusted, shown
+from mcore_rlhf.families.megatron.groups import by_adam
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
@@ -16,7 +17,7 @@ from .base import Format
 
 _SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
-_FACTORED, _ADAM, _LR = "exp_avg_sq_row", "adam", "lr"
+_FACTORED, _LR = "exp_avg_sq_row", "lr"
 _WITH_RATE = frozenset({"weight_decay", "betas", "eps", "momentum"})
 """Where one of them is, so is the rate; an elastic checkpoint of DeepSpeed's has none of a group's settings."""
 _ADVICE = "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
@@ -125,7 +126,7 @@ def _halves(source: Source) -> list[tuple[str, str]]:
         return []
     group = {param: number for number, of in enumerate(source.state.groups) for param in of.params}
     adams = {group.get(param) for param in second}
-    if source.state.args.get("optimizer", _ADAM) != _ADAM:
+    if by_adam(source.state.args) is False:
         adams.discard(None)
     return sorted(
         [(param, EXP_AVG) for param in second - first]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED
+from mcore_rlhf.families.megatron.groups import by_adam
 from mcore_rlhf.models.meaning.arguments import ROWS
 
 from .model import LiveModel
@@ -157,7 +158,7 @@ def _optimizer(chain: Sequence[ChainMember | None]) -> dict[str, object]:
         return {"no_save_optim": True}
     config = getattr(first.optimizer, "config", None)
     found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
-    if found.get("optimizer") == "adam" and any(
+    if by_adam(found) and any(
         "Muon" in one.label for one in chain if one is not None
     ):  # 0.16.1 says so
         found["optimizer"] = "dist_muon" if first.layer_wise else "muon"

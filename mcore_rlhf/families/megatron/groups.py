@@ -40,6 +40,16 @@ _COMMON_STEP = "common_step"
 """One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
 
 
+def by_adam(args: Mapping[str, object]) -> bool | None:
+    """Whether Adam alone trains a run, so that its parameters have both moments; None where nobody says what does.
+
+    Args:
+        args: The run's arguments.
+    """
+    name = args.get("optimizer")
+    return None if name is None else name == "adam"
+
+
 @dataclass(frozen=True, slots=True)
 class LocalParam:
     """A trainable parameter of one rank.

@@ -22,6 +22,7 @@ from mcore_rlhf.families.megatron.groups import (
     ChainedOptimizer,
     LocalParam,
     Membership,
+    by_adam,
     inner_state,
     members,
     merged_groups,
@@ -98,7 +99,7 @@ def read_optimizer(
     problems.raise_if_any()
     reading.groups = merged_groups([groups for shard in shards for groups in _groups(shard)])
     found = {state for states in reading.places.values() for state in states}
-    if args.values.get("optimizer") == "adam" and EXP_AVG in found and EXP_AVG_SQ not in found:
+    if by_adam(args.values) and EXP_AVG in found and EXP_AVG_SQ not in found:
         raise Incomplete(
             f"{shards[0].pt.directory.path}: args say that Adam trained it, and no parameter has {EXP_AVG_SQ}\n{LEFT}"
         )

@@ -13,6 +13,7 @@ from math import prod
 from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.groups import by_adam
 
 from .folders import DistFolder, ShardKey
 from .objects import EXTRA, RERUN_RANKS, RNG
@@ -53,7 +54,7 @@ def _orphans(folder: DistFolder) -> Iterator[str]:
 def _buckets(folder: DistFolder, args: Arguments) -> Iterator[str]:
     """States that a distributed optimizer has of every bucket."""
     states = states_in(list(folder.flat))
-    wanted = {MASTER, EXP_AVG, *({EXP_AVG_SQ} if args.values.get("optimizer") == "adam" else ())}
+    wanted = {MASTER, EXP_AVG, *({EXP_AVG_SQ} if by_adam(args.values) else ())}
     for state in sorted(wanted - states) if states else ():
         yield f"the buckets of the optimizer have no {state}, which a distributed optimizer always saves"
 
