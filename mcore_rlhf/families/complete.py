@@ -30,21 +30,26 @@ _READS = (*_WRITES, "ForConditionalGeneration", "ForSequenceClassification", "Fo
 _PADDING = 1024
 """Rows that a vocabulary may have beyond its words, where that is not an eighth."""
 GAPS: Rule[Sequence[str]] = Rule(Fate.NOTE, "{text}", lambda texts: [{"text": text} for text in texts])
-"""What is said of :func:`gaps`: some classes are made so, and no table knows all."""
+"""What is said of what may be missing: some classes are made so, and no table knows all."""
 
 
-def require_described(source: Source) -> None:
-    """See that the tensors are those of the class that the model's description names, where its tensors are known.
+def require_whole(source: Source, family: ModuleState) -> None:
+    """See that the tensors are those of the class that the model's description names, where its tensors are known; and say what others
+    of their kind have.
 
     Args:
-        source: An opened checkpoint, with what lies beside it.
+        source: An opened checkpoint of a whole model, with what lies beside it.
+        family: What it has besides.
 
     Raises:
         LayoutMismatch: Some are missing, of other shapes, or of another class.
     """
-    family = ModuleState.of(source)
-    if family is None or not family.config or family.without_frozen or source.model.quantized:
-        return
+    if family.config and not source.model.quantized:
+        _require_described(source, family)
+    source.notes.through([GAPS], list(_gaps(source, family)))
+
+
+def _require_described(source: Source, family: ModuleState) -> None:
     shapes = source.model.shapes
     shapes |= {alias: shapes[owner] for alias, owner in family.shared.items() if owner in shapes}
     found = list(misfits(text_of(family.config), shapes))
@@ -54,15 +59,8 @@ def require_described(source: Source) -> None:
         )
 
 
-def gaps(source: Source) -> Iterator[str]:
-    """What is missing: of a layer, or an expert, that most others of its row have; and before and behind the layers. A sentence for each.
-
-    Args:
-        source: An opened checkpoint; of Megatron's names, and of a part of a model, nothing is said.
-    """
-    family = ModuleState.of(source)
-    if family is None or family.without_frozen:
-        return
+def _gaps(source: Source, family: ModuleState) -> Iterator[str]:
+    """What is missing of a layer, or an expert, that most others of its row have; and before and behind the layers."""
     shapes = source.model.shapes
     if family.config and not (source.model.quantized or any(mark in name for name in shapes for mark in _ADDED)):
         outside = {name: shape for name, shape in shapes.items() if not _NUMBER.search(name)}

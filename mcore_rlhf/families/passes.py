@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.models.huggingface.config import method_of, packed_in
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES
@@ -22,7 +23,7 @@ from .megatron.state import MegatronState
 from .module import USE_MUON, ModuleState
 from .options import ReadOptions, WriteOptions
 from .selection import selected
-from .source import Names, Source, scheduled_groups
+from .source import BASE_LRS, OF_SCHEDULERS, Names, Source, scheduled_groups
 
 GPT = "gpt"
 """The pattern of layers that asks for a GPTModel."""
@@ -302,12 +303,12 @@ def _deals_groups_anew(p: Passage) -> bool:
 
 
 def _lacks_lambdas(p: Passage) -> bool:
-    """Whether a scheduler comes out of a DCP folder, which has no place for an empty list, into a file that has."""
-    if p.module is None or p.to.family != ModuleState.names or p.to.lays_out_keys:
-        return False
-    from .crossing.schedule import lacks_lambdas
-
-    return lacks_lambdas(p.source.state.scheduler)
+    """Whether a scheduler comes out of a DCP folder, which keeps no None, into a file that has a place for it, for which
+    ``load_state_dict`` asks: it may be a LambdaLR whose functions said nothing.
+    """
+    kept = p.source.state.scheduler or {}
+    asked = p.module is not None and p.to.family == ModuleState.names and not p.to.lays_out_keys
+    return asked and BASE_LRS in kept and kept.keys() <= OF_SCHEDULERS
 
 
 def _with_lambdas(p: Passage) -> Source:
@@ -356,7 +357,25 @@ def _check_extra_states(p: Passage) -> None:
     check_extra_states(p.source)
 
 
+def _require_whole(p: Passage) -> None:
+    from .complete import require_whole
+
+    assert p.module is not None
+    require_whole(p.source, p.module)
+
+
+def _note_newer(p: Passage) -> None:
+    from .megatron.folders import newer_non_persistent
+
+    located = None if p.megatron is None else p.megatron.located
+    p.source.notes.through([_NEWER], newer_non_persistent(located.root, located.iteration) if located else "")
+
+
+_NEWER: Rule[str] = Rule(Fate.NOTE, "{found}", lambda text: text)
+
 OPENED = (
+    Pass("a model that is whole", lambda p: p.module is not None and not p.module.without_frozen, _require_whole),
+    Pass("newer steps of the run", lambda p: p.megatron is not None and p.megatron.located is not None, _note_newer),
     Pass("a description", lambda p: p.megatron is not None or bool(p.source.family.config), lambda p: check_described(p.source)),
     Pass("a part", lambda p: p.read.only is not None or p.read.exclude_frozen, lambda p: selected(p.source, p.read)),
 )  # fmt: skip

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import DType
@@ -229,21 +228,6 @@ def sidecar_files(root: ReadablePath, folder: str = "") -> list[StoredFile]:
     """
     there = (folder + name for name in (STATE, ARRAYS))
     return [StoredFile(file, (root / file).stat().st_size, ()) for file in there if (root / file).is_file()]
-
-
-def beside(source: Source, stubs: Sequence[str] = ()) -> tuple[str, Sidecar] | None:
-    """What lies beside a source's own files, or above them, and in which folder; None where nothing does.
-
-    Args:
-        source: As its reader opened it.
-        stubs: See :meth:`Sidecar.read`.
-    """
-    for parent in (parent for file in source.files[:1] for parent in Path(file.path).parents):
-        folder = "" if parent == Path() else f"{parent.as_posix()}/"
-        found = Sidecar.read(source.root / folder, stubs)
-        if found is not None:
-            return folder, found
-    return None
 
 
 def _check_version(content: object, path: ReadablePath) -> None:

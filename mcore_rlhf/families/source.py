@@ -15,8 +15,8 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried, Leftover
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import Directory
+from mcore_rlhf.storage.urls import open_files
 
 from .option_types import Takes
 
@@ -44,8 +44,12 @@ class ParamGroup:
     scalars: tuple[str, ...] = ()
 
 
-BASE_LRS = "base_lrs"
+BASE_LRS, LAST_LRS = "base_lrs", "_last_lr"
 """A scheduler's learning rates, one for each param group. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler``)."""
+OF_SCHEDULERS = frozenset(
+    (BASE_LRS, LAST_LRS, "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step")
+)
+"""What every scheduler of torch's keeps, and a LambdaLR nothing else but what its functions say of themselves."""
 
 
 def scheduled_groups(scheduler: Mapping[str, object] | None) -> int | None:

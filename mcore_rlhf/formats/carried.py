@@ -20,7 +20,7 @@ from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, ModuleState, config_in
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
-from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, beside, sidecar_files
+from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles, of_ranks, rng_item
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
@@ -77,7 +77,8 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
     else:
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
-    family = source.family.described(lambda: (config_in(carried) if carried else {}) or FormerFamily.of(source).config)
+    waits = FormerFamily.of(source).config if source.origin else {}
+    family = source.family.described(lambda: (config_in(carried) if carried else {}) or waits)
     return replace(source, carried=carried, family=family)
 
 
@@ -125,16 +126,20 @@ def _with_random_states(source: Source, row: RunFiles, stubs: Sequence[str]) -> 
 
 
 def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
-    """What waits beside the files of a format that has a place for all else."""
+    """What waits beside the files of a format that has a place for all else, or above them."""
+    above = (parent for file in source.files[:1] for parent in PurePosixPath(file.path).parents)
+    place = next((parent for parent in above if (source.root / parent / STATE).exists()), None)
+    if place is None:
+        return source
     try:
-        found = beside(source, stubs)
+        found = Sidecar.read(source.root / place, stubs)
     except CheckpointError as error:
         source.notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
         return source
     if found is None:
         return source
-    folder, sidecar = found
-    return replace(source, origin=sidecar.origin, files=(*source.files, *sidecar_files(source.root, folder)))
+    folder = "" if place == PurePosixPath() else f"{place}/"
+    return replace(source, origin=found.origin, files=(*source.files, *sidecar_files(source.root, folder)))
 
 
 def _of_run(source: Source, stubs: Sequence[str]) -> tuple[Leftover, ...]:
@@ -208,8 +213,9 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         _beside_the_new_tag(source, target, wanted)
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
-        known = FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
-        if described and described != known:  # what the user gave, or what the run says now
+        if described and described != (  # what the user gave, or what the run says now
+            FormerFamily.of(source).config if source.carried is None else config_in(source.carried)
+        ):
             files.pop(CONFIG, None)
             texts[CONFIG] = json.dumps(described, indent=2) + "\n"
         target.texts.update({str(place / name): text for name, text in texts.items()})

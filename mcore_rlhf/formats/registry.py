@@ -20,9 +20,7 @@ from mcore_rlhf.errors import (
     headline,
     log_of,
 )
-from mcore_rlhf.families.complete import GAPS, gaps, require_described
-from mcore_rlhf.families.megatron.folders import TRACKER, newer_non_persistent, refuse_local
-from mcore_rlhf.families.megatron.state import MegatronState
+from mcore_rlhf.families.megatron.folders import TRACKER, refuse_local
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
@@ -146,14 +144,7 @@ def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
 def _with_what_is_beside(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder, with what lies beside."""
     read = _read(folder, options, partial)
-    source = with_carried(read, next((one for one in FORMATS if one.name == read.format), None), options.stubs)
-    require_described(source)
-    source.notes.through([GAPS], list(gaps(source)))
-    megatron = MegatronState.of(source)
-    if megatron is not None and megatron.located is not None:
-        newer = newer_non_persistent(megatron.located.root, megatron.located.iteration)
-        source.notes.through([_SAID], [newer] if newer else [])
-    return source
+    return with_carried(read, next((one for one in FORMATS if one.name == read.format), None), options.stubs)
 
 
 def _read(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:

@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath, PurePosixPath
 from typing import ClassVar
 
-from .paths import ReadablePath
 from .reading import ByteSource, OpenFiles
 
 
@@ -225,8 +224,3 @@ class FarFiles(OpenFiles):
         root = self.root
         assert isinstance(root, StorePath)
         root.store.expect((_key((root / file).path), at, nbytes) for file, at, nbytes in ranges)
-
-
-def open_files(root: ReadablePath) -> OpenFiles:
-    """The files of a checkpoint, wherever it lies."""
-    return FarFiles(root) if isinstance(root, StorePath) else OpenFiles(root)

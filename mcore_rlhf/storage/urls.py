@@ -13,8 +13,9 @@ from .destination import Publication
 from .links import enclose
 from .paths import ReadablePath, local_path, real_path, storage_error, url_in
 from .publish import MANIFEST_NAME, LocalPublication, replace_text
+from .reading import OpenFiles
 from .settings import SCHEMES
-from .store import StorePath
+from .store import FarFiles, StorePath
 
 
 def _open_objects(url: str) -> StorePath:
@@ -171,6 +172,11 @@ def remove_file(path: ReadablePath) -> None:
         raise
     except OSError as error:
         raise storage_error(error, path, "remove") from error
+
+
+def open_files(root: ReadablePath) -> OpenFiles:
+    """The files of a checkpoint, wherever it lies."""
+    return FarFiles(root) if isinstance(root, StorePath) else OpenFiles(root)
 
 
 def refuse_overlap(source: ReadablePath, target: ReadablePath) -> None:

@@ -158,9 +158,7 @@ def _optimizer(chain: Sequence[ChainMember | None]) -> dict[str, object]:
         return {"no_save_optim": True}
     config = getattr(first.optimizer, "config", None)
     found = {name: getattr(config, name) for name in _OF_THE_OPTIMIZER if hasattr(config, name)}
-    if by_adam(found) and any(
-        "Muon" in one.label for one in chain if one is not None
-    ):  # 0.16.1 says so
+    if by_adam(found) and any("Muon" in one.label for one in chain if one is not None):  # 0.16.1 says so
         found["optimizer"] = "dist_muon" if first.layer_wise else "muon"
     found["use_layer_wise_distributed_optimizer"] = any(one.layer_wise for one in chain if one is not None)
     found[BY_LAYOUT] = is_laid_out(chain)

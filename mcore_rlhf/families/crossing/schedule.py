@@ -12,12 +12,10 @@ from math import isclose
 from typing import cast
 
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
-from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
+from mcore_rlhf.families.source import BASE_LRS, LAST_LRS, ParamGroup, Source
 
-_LAST, _INNER, LAMBDAS = "_last_lr", "_schedulers", "lr_lambdas"
-_OF_ALL = {BASE_LRS, _LAST, "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step"}
-"""What every scheduler of torch's keeps, and a LambdaLR nothing else but what its functions say of themselves."""
-PER_GROUP = (BASE_LRS, _LAST, LAMBDAS, "max_lrs", "min_lrs")
+_INNER, LAMBDAS = "_schedulers", "lr_lambdas"
+PER_GROUP = (BASE_LRS, LAST_LRS, LAMBDAS, "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 
 
@@ -47,15 +45,6 @@ def with_fitting_schedule(source: Source) -> Source:
     return replace(source, state=replace(source.state, scheduler=dealt), notes=notes)
 
 
-def lacks_lambdas(scheduler: Mapping[str, object] | None) -> bool:
-    """Whether a scheduler may be a LambdaLR whose functions said nothing: DCP keeps no None, and ``load_state_dict`` asks for the key.
-
-    Args:
-        scheduler: Its state.
-    """
-    return scheduler is not None and BASE_LRS in scheduler and scheduler.keys() <= _OF_ALL
-
-
 def with_lambdas(source: Source) -> Source:
     """A source whose scheduler has an entry for the function of each group that says nothing; one of another kind passes over it.
 
@@ -73,7 +62,7 @@ def _owners(scheduler: Mapping[str, object], base: Sequence[object], groups: Seq
         return [0] * len(groups)
     found: list[int] = []
     for group in groups:
-        at = _places(base, group.fields.get("initial_lr")) or _places(scheduler.get(_LAST), group.fields.get("lr"))
+        at = _places(base, group.fields.get("initial_lr")) or _places(scheduler.get(LAST_LRS), group.fields.get("lr"))
         if not at or max(at) >= len(base) or len({base[place] for place in at}) > 1:
             return None
         found.append(at[0])

@@ -300,7 +300,7 @@ def _rows(found: Sequence[Difference]) -> list[Values]:
 
 _RULES: tuple[Rule[_InHuggingface], ...] = (
     Rule(Fate.NOTE, f"{CONFIG}: the one that travelled with the checkpoint is not used, the run is another: {{found}}", lambda s: s.unused),
-    SHIFTED.of_part(lambda s: s.shifts),
+    SHIFTED.of_part(lambda s: s.shifts or None),
     *(rule.of_part(lambda s: (s.described.options.ignore_fields, s.source.state.args)) for rule in IGNORED),
     Rule(Fate.KEPT, f"arguments that nobody declares: {{found}}: in config.json, under {ORIGIN}",
          lambda s: s.kept_args() and listed(s.kept_args())),

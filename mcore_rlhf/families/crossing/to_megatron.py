@@ -345,7 +345,7 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
          lambda s: s.counted.mtp and not s.further()),
     Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", lambda s: s.copies),
     Rule(Fate.DERIVED, "a copy of another one", lambda s: _tensors("copies", s.copies), told=False),
-    SHIFTED.of_part(lambda s: s.shifts),
+    SHIFTED.of_part(lambda s: s.shifts or None),
     Rule(Fate.CHANGED, "DeepSpeed's Muon of {count} matrices becomes Megatron's (0.18 and later): " + MOMENTUM + " is the same in both, "
          "and how updates are made of it is the run's affair. --optimizer muon --muon-momentum {momentum} --muon-nesterov "
          "--muon-scale-mode shape_scaling --muon-coefficient-type simple comes nearest: Megatron orthogonalizes gate and up as one matrix",

@@ -179,8 +179,8 @@ _RULES: tuple[Rule[_LegacyWriter], ...] = (
          lambda w: of_opaque(w.opaque.lost(w.run.family))),
     Rule(Fate.LOST, "{count} opaque values are not the same on all expert-parallel ranks of the source, which are others here: all have "
          "those of the first: {names}", lambda w: of_opaque(w.opaque.unlike(w.run.family))),
-    Rule(Fate.LOST, MODELOPT + ": {found} names modules of the source's ranks, and is not renamed",
-         lambda w: not w.run.same_ranks and of_modules(w.run.source.state.other.get(MODELOPT)), [Item(Kind.VALUE, MODELOPT)]),
+    Rule(Fate.LOST, MODELOPT + ": {found} names modules of the source's ranks, and is not renamed", of_modules,
+         [Item(Kind.VALUE, MODELOPT)]).of_part(lambda w: None if w.run.same_ranks else w.run.source.state.other.get(MODELOPT)),
 )  # fmt: skip
 """What only fits one layout, and the values of keys that are no parameters."""
 

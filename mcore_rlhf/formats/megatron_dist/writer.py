@@ -91,7 +91,7 @@ class _DistWriter:
         self.folders = [self._whole(objects)] if parts is None else self._in_parts(objects, parts)
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
-        self.run.report.through((*OF_MODELOPT, *_RULES), self.run)
+        self.run.report.through((*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *_RULES), self.run)
 
     def _whole(self, objects: Objects) -> _Folder:
         """The folder of the iteration."""

@@ -16,8 +16,8 @@ from mcore_rlhf.storage.nested import calls_of_file
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
-from mcore_rlhf.storage.store import open_files
 from mcore_rlhf.storage.torchzip import read_directory
+from mcore_rlhf.storage.urls import open_files
 from mcore_rlhf.verify.audit import Ledger, read_checksums
 from mcore_rlhf.verify.itself import ITEMS, itself
 

@@ -19,7 +19,7 @@ from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.store import open_files
+from mcore_rlhf.storage.urls import open_files
 from mcore_rlhf.verify.differ import Comparison, Differ
 from tests.helpers.conversions import GOLDENS, golden, options
 from tests.helpers.damage import ITERATION, MODEL, copied, edited
