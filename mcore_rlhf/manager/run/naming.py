@@ -48,7 +48,7 @@ class Naming:
 OWN: Naming = Naming(
     steps.MANIFEST,
     lambda name: steps.step_of(PurePosixPath(name)),
-    lambda root: steps.listed(root),
-    lambda root: steps.newest_first(root),
+    steps.listed,
+    steps.newest_first,
 )
 """``global_step_N``."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mcore_rlhf.errors import CheckpointError, StorageError
@@ -20,7 +21,6 @@ from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove, write_
 from mcore_rlhf.storage.manifest import utc_time
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import patiently
-from mcore_rlhf.storage.transactions import new_transaction
 
 from .commit import WORD
 
@@ -267,7 +267,7 @@ def open_root(root: Path, world: World) -> list[str]:
     Raises:
         StorageError: Not so; the ranks and hosts are named. Raised on every rank.
     """
-    name = world.broadcast(f"{_PROBE}{new_transaction()}")
+    name = world.broadcast(f"{_PROBE}{token_hex(8)}")
     error: CheckpointError | None = None
     if world.is_rank0:
         error = _caught(lambda: _touch(root, name))

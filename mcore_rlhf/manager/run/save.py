@@ -70,16 +70,27 @@ class Saver:
     unsaved: Exception | None = None
     _job: SaveJob | None = None
     _last: int = -1
-    _staging: HostStaging = field(default_factory=HostStaging)
-    _fence: Fence = field(init=False)
+    _host_memory: HostStaging | None = None
+    _behind: Fence | None = None
     _background: Background = field(init=False)
     _asking: Background = field(init=False)
     _journal: RolloutJournal | None = None
 
     def __post_init__(self) -> None:
-        self._fence = Fence(self.world, self.options, self.reporter)
         self._asking = Background(f"an answer from {self.root}")
         self._background = Background(f"the save into {self.root}")
+
+    @property
+    def _staging(self) -> HostStaging:
+        """Made by who first copies anything."""
+        self._host_memory = self._host_memory or HostStaging()
+        return self._host_memory
+
+    @property
+    def _fence(self) -> Fence:
+        """Made by who first copies behind training."""
+        self._behind = self._behind or Fence(self.world, self.options, self.reporter)
+        return self._behind
 
     def save(self, step: int, metrics: Mapping[str, float] | None, blocking: bool, transaction: str | None) -> None:
         """See :meth:`~.manager.CheckpointManager.save`."""
@@ -144,7 +155,8 @@ class Saver:
 
     def before_step(self) -> None:
         """See :meth:`~.manager.CheckpointManager.before_step`."""
-        self._fence.wait()
+        if self._behind is not None:
+            self._behind.wait()
 
     def wait(self) -> None:
         """Wait for the last save; its error is raised on all ranks, unless training is to go on without that step."""
@@ -279,10 +291,12 @@ class Saver:
         """Give the memory back; what is not in the mirror is the next start's."""
         self._background.close()
         self._asking.close()
-        self._fence.close()
+        if self._behind is not None:
+            self._behind.close()
         if self.mirror is not None:
             self.mirror.close()
-        self._staging.free()
+        if self._host_memory is not None:
+            self._host_memory.free()
 
     def _finish_previous(self, step: int) -> None:
         """Wait for the save before, or refuse; on all ranks alike."""
