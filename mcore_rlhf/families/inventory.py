@@ -49,6 +49,42 @@ COPIED_MASTERS = "fp32 master parameters: copies of the fp32 parameters"
 NEVER_MADE = "zeros for states that were never made: {found:3}"
 
 
+_KINDS: Mapping[str, Kind] = {
+    "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "groups": Kind.GROUP, "optimizer": Kind.OPTIMIZER,
+    "scalars": Kind.OPTIMIZER, "config": Kind.CONFIG, "shared": Kind.MODEL, "buffers": Kind.MODEL, "per_rank": Kind.MODEL,
+    "keys": Kind.MODEL,
+}  # fmt: skip
+"""Fields of a training state and of families, and what their items are, one for each key; of any other they are values."""
+_WHOLE = ("shared", "buffers", "per_rank", "keys")
+"""Those that are one item, where there is anything in them."""
+
+
+def item_in(field: str, key: str) -> Item:
+    """The item that a key of a field is; random states are a kind of their own.
+
+    Args:
+        field: Its name in a training state, or a family.
+        key: Of what is in it.
+    """
+    kind = _KINDS.get(field, Kind.VALUE)
+    return Item(Kind.RNG if kind is Kind.VALUE and key in _RNG else kind, field if field in _WHOLE else key)
+
+
+def items_in(holder: object, *names: str) -> Iterator[tuple[Item, object]]:
+    """The items of some fields, with their values: each key of a dictionary, anything else as a whole.
+
+    Args:
+        holder: Whose fields they are.
+        names: Of the fields.
+    """
+    for name in names:
+        value = getattr(holder, name)
+        if isinstance(value, Mapping) and name not in _WHOLE:
+            yield from ((item_in(name, str(key)), item) for key, item in value.items())
+        elif value is not None and (value or name not in _WHOLE):
+            yield item_in(name, "state"), value
+
+
 def inventory_of(source: Source) -> dict[Item, object]:
     """Everything that a source has but for its tensors, which are accounted by the plan.
 
@@ -62,18 +98,15 @@ def inventory_of(source: Source) -> dict[Item, object]:
 def state_items(state: TrainingState) -> Iterator[tuple[Item, object]]:
     """The items of a training state: every argument, every field of the param groups, every key."""
     yield Item(Kind.VALUE, "iteration"), state.iteration
-    yield from ((Item(Kind.ARGUMENT, name), value) for name, value in state.args.items())
+    yield from items_in(state, "args")
     for name in dict.fromkeys(name for group in state.groups for name in group.fields):
-        yield Item(Kind.GROUP, name), tuple(group.fields.get(name) for group in state.groups)
-    yield from _keyed(Kind.SCHEDULER, state.scheduler)
-    yield from _keyed(Kind.SCALER, state.grad_scaler)
-    yield from value_items(state.other)
+        yield item_in("groups", name), tuple(group.fields.get(name) for group in state.groups)
+    yield from items_in(state, "scheduler", "grad_scaler", "other")
 
 
 def value_items(values: Mapping[str, object]) -> Iterator[tuple[Item, object]]:
-    """Further values by key; random states are a kind of their own."""
-    for key, value in values.items():
-        yield Item(Kind.RNG if key in _RNG else Kind.VALUE, str(key)), value
+    """Further values by key."""
+    return ((item_in("other", str(key)), value) for key, value in values.items())
 
 
 def state_dict_of(stored: object, key: str, notes: Report) -> Mapping[str, object] | None:
@@ -89,14 +122,6 @@ def state_dict_of(stored: object, key: str, notes: Report) -> Mapping[str, objec
     if stored is not None:
         notes.add(Fate.LOST, f"{key}: a {type(stored).__name__}, where a scheduler's state dict is expected")
     return None
-
-
-def _keyed(kind: Kind, value: object) -> Iterator[tuple[Item, object]]:
-    """A state dict by key, anything else as a whole."""
-    if isinstance(value, Mapping):
-        yield from ((Item(kind, str(key)), item) for key, item in value.items())
-    elif value is not None:
-        yield Item(kind, "state"), value
 
 
 EACH = "*"

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Rule
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import Carried
-from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import Stub, new_stub
 from mcore_rlhf.suggestions import hub_name
 
-from .inventory import OPAQUE
-from .source import Family, NewNames
+from .inventory import OPAQUE, items_in
+from .source import Family, NewNames, Source
 from .trainer_files import RankStates, RunFiles, of_ranks, rng_item
 
 LAYOUT_KEYS = frozenset(
@@ -126,17 +125,8 @@ class ModuleState(Family):
 
     def inventory(self) -> Inventory:
         """What it has, item by item; where nothing is said there is no item."""
-        named = {"shared": self.shared, "buffers": self.buffers, "per_rank": self.per_rank, "keys": self.keys}
-        return {
-            **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.optimizer.items()},
-            **{Item(Kind.CONFIG, str(key)): value for key, value in self.config.items()},
-            **{Item(Kind.MODEL, name): value for name, value in named.items() if value},
-            **{rng_item(rank): states for rank, states in enumerate(self.rng)},
-        }
-
-    def described(self, config: Callable[[], Mapping[str, object]]) -> ModuleState:
-        """The same with a ``config.json``, where it has none."""
-        return self if self.config else replace(self, config=config())
+        of_ranks = {rng_item(rank): states for rank, states in enumerate(self.rng)}
+        return {**dict(items_in(self, "optimizer", "config", "shared", "buffers", "per_rank", "keys")), **of_ranks}
 
     def renamed(self, names: NewNames) -> ModuleState:
         """The same without what only its own format's files would say of tensors that are left out."""
@@ -148,14 +138,6 @@ class ModuleState(Family):
             buffers=tuple(name for old in self.buffers for name in new.get(old, ())),
             keys={name: self.keys[old] for name, old in names.owners.items() if old in self.keys},
         )
-
-    def exclude_frozen(self, root: ReadablePath) -> ModuleState:
-        """Whoever loads it must not look for frozen parameters."""
-        return replace(self, without_frozen=True)
-
-    def tied(self, names: NewNames, tied: bool) -> bool:
-        """Where an alias is left."""
-        return bool(names.shared)
 
 
 _STATIC = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
@@ -199,6 +181,17 @@ def loose_values(scaler: object) -> dict[str, object]:
 
 
 CONFIG = "config.json"
+
+
+def described(source: Source, config: Callable[[], Mapping[str, object]]) -> Source:
+    """A source with the model's description, where it has a place for one and has none.
+
+    Args:
+        source: An opened checkpoint.
+        config: Gives the content of ``config.json``.
+    """
+    family = ModuleState.of(source)
+    return source if family is None or family.config else replace(source, family=replace(family, config=config()))
 
 
 def read_config(folder: str) -> dict[str, object]:

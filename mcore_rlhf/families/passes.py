@@ -20,7 +20,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .described import check_described
 from .lora.names import BRIDGE_ADAPTER, OF_ADAPTER
 from .megatron.state import MegatronState
-from .module import USE_MUON, ModuleState
+from .module import USE_MUON, ModuleState, described
 from .options import ReadOptions, WriteOptions
 from .selection import selected
 from .source import BASE_LRS, OF_SCHEDULERS, Names, Source, scheduled_groups
@@ -222,8 +222,7 @@ def _one_by_one(p: Passage) -> Source:
     from .crossing.packing import repacked
 
     config = known_description(p.source, p.write)
-    source = replace(p.source, family=p.source.family.described(lambda: config)) if config else p.source
-    return repacked(source, config, packs_experts=False)
+    return repacked(described(p.source, lambda: config) if config else p.source, config, packs_experts=False)
 
 
 def _to_huggingface(p: Passage) -> Source:

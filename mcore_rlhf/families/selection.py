@@ -11,8 +11,10 @@ from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule, Values
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Unsupported, UsageError
 
+from .megatron.state import MegatronState
+from .module import ModuleState
 from .options import ReadOptions
 from .source import NewNames, ParamGroup, Source, StoredFile
 
@@ -105,8 +107,11 @@ def _is_role(source: Source, only: str) -> bool:
 
 def _only(source: Source, only: str) -> Source:
     chosen = _resolved(source, only)
-    if chosen.attribute:
-        source.family.check_attribute(source.root, chosen.attribute, only)
+    if chosen.attribute and MegatronState.of(source) is not None:
+        raise Unsupported(
+            f"--only {only}: {source.root} is Megatron's, whose layers are found by their whole names\n"
+            f"Give patterns, which keep names: --only '{chosen.attribute}.*', or --only '!output_layer.*' to leave a head out."
+        )
     part = renamed(source, chosen.rename)
     gone = Counter(_attribute(spec.name) for spec in source.model.params if chosen.rename(spec.name) is None)
     left_out = ", ".join(f"{name} ({count})" for name, count in gone.most_common(_SHOWN)) or "nothing"
@@ -142,7 +147,11 @@ def _no_such(source: Source, only: str, names: Sequence[str]) -> str:
 
 
 def _without_frozen(source: Source) -> Source:
-    source.family.exclude_frozen(source.root)  # refuses
+    if MegatronState.of(source) is not None:
+        raise Unsupported(
+            f"--exclude-frozen: {source.root} is Megatron's, which loads no model with parameters missing\n"
+            "Convert it --to hf, dcp, universal or deepspeed, and leave them out there, or leave names out with --only."
+        )
     buffers = source.family.buffers
     frozen = [spec.name for spec in source.model.params if not spec.trainable and spec.name not in buffers]
     source.notes.through([_NONE_FROZEN], frozen)
@@ -150,7 +159,8 @@ def _without_frozen(source: Source) -> Source:
         return source
     gone = frozenset(frozen)
     part = renamed(source, lambda name: None if name in gone else name)
-    part.family = part.family.exclude_frozen(source.root)
+    module = ModuleState.of(part)
+    part.family = part.family if module is None else replace(module, without_frozen=True)
     part.notes.through([_FROZEN], frozen)
     return part
 
@@ -198,7 +208,8 @@ def renamed(source: Source, rename: Rename) -> Source:
     specs = [
         replace(spec, name=new) for new, old in names.owners.items() if (spec := source.model.get(old)) is not None
     ]
-    model = replace(source.model.having(specs), tied=source.family.tied(names, source.model.tied))
+    tied = source.model.tied if ModuleState.of(source) is None else bool(names.shared)
+    model = replace(source.model.having(specs), tied=tied)
     trained = any(spec.trainable for spec in model.params)
     groups = tuple(_groups(source.state.groups, names.new())) if trained else ()
     view = source.catalog.renamed(source.role, names.owners)

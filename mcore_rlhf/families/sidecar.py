@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import DType
-from mcore_rlhf.core.facts import ANY, Fate, Item, Kind, Rule
+from mcore_rlhf.core.facts import ANY, Fate, Item, Rule
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.records import check_of, convert, record_of, told
 
+from .inventory import item_in
 from .module import ModuleState
 from .source import Source, StoredFile, TrainingState
 
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 FOLDER = "mcore_rlhf"
 STATE, ARRAYS = f"{FOLDER}/state.json", f"{FOLDER}/state.safetensors"
 _FORMAT, _VERSION = "mcore_rlhf.state", 1
-_ITEMS = {
-    "args": Kind.ARGUMENT, "scheduler": Kind.SCHEDULER, "grad_scaler": Kind.SCALER, "groups": Kind.GROUP, "per_rank": Kind.MODEL,
-    "values": Kind.OPTIMIZER, "shared": Kind.MODEL, "keys": Kind.MODEL,
-}  # fmt: skip
-"""Fields, and what their items are; of any other they are values."""
 
 _PASSED_OVER: ContextVar[bool] = ContextVar("passed over", default=False)
 
@@ -59,9 +55,8 @@ def passed_over() -> Iterator[None]:
 def _item_of(where: str) -> Item:
     """The item of which a part could not be kept: ``other/replay/0 (Queue)`` is of the value ``replay``."""
     section, *keys = where.partition(" (")[0].split("/")
-    if section == "groups":
-        return Item(Kind.GROUP, keys[2] if len(keys) > 2 else ANY)
-    return Item(_ITEMS.get(section, Kind.VALUE), keys[0] if keys else ANY)
+    at = 2 if section == "groups" else 0  # groups/0/fields/lr
+    return item_in("optimizer" if section == "values" else section, keys[at] if len(keys) > at else ANY)
 
 
 UNHELD: Sequence[Rule[Sequence[str]]] = [

@@ -182,31 +182,8 @@ class Family:
         """What it has, item by item."""
         return {}
 
-    def described(self, config: Callable[[], Mapping[str, object]]) -> Family:
-        """The same with the model's description, where it has a place for one and has none."""
-        return self
-
     def renamed(self, names: NewNames) -> Family:
         """What a source under other names has, or one without some of its tensors."""
-        return self
-
-    def tied(self, names: NewNames, tied: bool) -> bool:
-        """Whether a source under other names still shares its embedding with its output layer, given that it did."""
-        return tied
-
-    def check_attribute(self, root: ReadablePath, attribute: str, only: str) -> None:
-        """Refuse to take what lies below an attribute of the model as a model of its own.
-
-        Raises:
-            Unsupported: The family finds tensors by their whole names.
-        """
-
-    def exclude_frozen(self, root: ReadablePath) -> Family:
-        """What a source without its frozen parameters has.
-
-        Raises:
-            Unsupported: The family loads no model with parameters missing.
-        """
         return self
 
 

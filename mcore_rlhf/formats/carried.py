@@ -18,7 +18,7 @@ from mcore_rlhf.core.facts import Fate, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.module import CONFIG, ModuleState, config_in
+from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
@@ -78,8 +78,7 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
     else:
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
     waits = FormerFamily.of(source).config if source.origin else {}
-    family = source.family.described(lambda: (config_in(carried) if carried else {}) or waits)
-    return replace(source, carried=carried, family=family)
+    return described(replace(source, carried=carried), lambda: (config_in(carried) if carried else {}) or waits)
 
 
 def _with_trainers(source: Source, stubs: Sequence[str]) -> Source:

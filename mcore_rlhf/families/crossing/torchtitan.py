@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import ModuleState, described
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.huggingface.config import sizes_of_config, text_of
 from mcore_rlhf.models.huggingface.relation import shares_of_huggingface, shares_of_others
@@ -51,4 +51,4 @@ def with_other_names(source: Source, config: dict[str, object]) -> Source:
     other = huggingface_name if own else own_name
     shared = {other(alias) or alias: other(owner) or owner for alias, owner in family.shared.items()}
     seen = recast(replace(source, notes=notes), shares, shapes)
-    return replace(seen, family=replace(ModuleState.needed(seen), shared=shared).described(lambda: config))
+    return described(replace(seen, family=replace(ModuleState.needed(seen), shared=shared)), lambda: config)

@@ -23,12 +23,10 @@ from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.inventory import state_dict_of
+from mcore_rlhf.families.inventory import items_in, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.nested import PICKLED_NONE, is_none
-from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
@@ -244,7 +242,7 @@ class MegatronState(Family):
         keys = dict.fromkeys(key for shard in self.shards for key in shard.top if key in OF_RANKS)
         return {
             **{OF_RANKS[key]: tuple(shard.top.get(key) for shard in self.shards) for key in keys},
-            **{Item(Kind.OPTIMIZER, str(key)): value for key, value in self.scalars.items()},
+            **dict(items_in(self, "scalars")),
             **{opaque_item(name): tuple(v.stored for v in values) for name, values in self.opaque().items()},
         }
 
@@ -269,20 +267,6 @@ class MegatronState(Family):
             if name in there or (name.endswith("._extra_state") and name.rpartition(".")[0] in modules)
         ]
         return replace(self, order=order, unknown=[name for name in self.unknown if name in there])
-
-    def check_attribute(self, root: ReadablePath, attribute: str, only: str) -> None:
-        """Layers are found by their whole names, which say their place in the pipeline."""
-        raise Unsupported(
-            f"--only {only}: {root} is Megatron's, whose layers are found by their whole names\n"
-            f"Give patterns, which keep names: --only '{attribute}.*', or --only '!output_layer.*' to leave a head out."
-        )
-
-    def exclude_frozen(self, root: ReadablePath) -> MegatronState:
-        """Megatron loads no model with parameters missing."""
-        raise Unsupported(
-            f"--exclude-frozen: {root} is Megatron's, which loads no model with parameters missing\n"
-            "Convert it --to hf, dcp, universal or deepspeed, and leave them out there, or leave names out with --only."
-        )
 
 
 _PHILOX_NBYTES = 16

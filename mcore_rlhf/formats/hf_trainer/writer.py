@@ -30,7 +30,7 @@ from mcore_rlhf.families.fsdp.state import EPOCH, MADE, is_of_one, random_states
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
-from mcore_rlhf.families.module import CONFIG, ModuleState, loose_values
+from mcore_rlhf.families.module import CONFIG, ModuleState, described, loose_values
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
@@ -103,8 +103,7 @@ def _alone(
     masters = tuple(state for state in source.states if state == MASTER)
     alone = replace(source, optimizer=None, states=masters, state=state, origin={}, family=module.base())
     if config:
-        described = replace(alone, family=alone.family.described(lambda: config))
-        alone = repacked(described, config, packs_experts=False)
+        alone = repacked(described(alone, lambda: config), config, packs_experts=False)
     trained = source.optimizer is not None and not options.no_optimizer
     wanted = replace(options, masters=trained and bool(masters), no_optimizer=True, with_optimizer=False)
     target = weights.target(alone, wanted)
