@@ -126,9 +126,13 @@ class Fetched:
 
     def expect(self, ranges: Iterable[Range]) -> None:
         """Begin to fetch what will be asked for; ranges that lie close together travel as one."""
+        wanted = list(_merged(ranges))
+        lengths = {
+            file: self._length(file) for file, _, _ in wanted
+        }  # of a published folder its manifest says them, which is read here
         with self._lock:
-            for file, start, stop in _merged(ranges):
-                self._begin(file, start, stop)
+            for file, start, stop in wanted:
+                self._begin(file, lengths[file], start, stop)
 
     def holds(self, file: str, offset: int, nbytes: int) -> bool:
         """Whether a range is there, or on its way."""
@@ -142,11 +146,12 @@ class Fetched:
         Raises:
             CheckpointError: They cannot be fetched, or not be kept.
         """
-        stop = min(offset + nbytes, self._length(file))
+        length = self._length(file)
+        stop = min(offset + nbytes, length)
         if stop <= offset:
             return b""
         with self._lock:
-            self._begin(file, offset, stop)
+            self._begin(file, length, offset, stop)
             kept = self._files[file]
             needed = kept.within(offset, stop)
             for extent in needed:
@@ -161,11 +166,11 @@ class Fetched:
                     extent.readers -= 1
                 self._drop_oldest()
 
-    def _begin(self, file: str, start: int, stop: int) -> None:
+    def _begin(self, file: str, length: int, start: int, stop: int) -> None:
         kept = self._files.get(file)
         if kept is None:
             kept = self._files[file] = _Kept(self._end)
-            self._end += -(-self._length(file) // _GRID_NBYTES) * _GRID_NBYTES
+            self._end += -(-length // _GRID_NBYTES) * _GRID_NBYTES
         for first, last in list(kept.missing(start, stop)):
             for at in range(first, last, PIECE_NBYTES):
                 end = min(at + PIECE_NBYTES, last)

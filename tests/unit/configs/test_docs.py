@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
 import mcore_rlhf
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Incomplete, Lossy, StorageError, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -29,6 +31,7 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
+from tests.helpers.object_store import S3, url
 
 PROJECT = Path(__file__).resolve().parents[3]
 DOCS = PROJECT / "docs"
@@ -219,6 +222,44 @@ def test_the_format_of_the_documentation_takes_options(flat: ModuleType, tmp_pat
     (tmp_path / "half" / MANIFEST_NAME).unlink()
     with pytest.raises(Incomplete, match="no param groups, without which no run can load them"):
         registry.open_checkpoint(tmp_path / "half", ReadOptions())
+
+
+@pytest.mark.parametrize("family", ["megatron", "module"])
+def test_the_format_of_the_documentation_has_every_command_in_an_object_store(
+    flat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3: S3, family: str
+) -> None:
+    """Nobody has to write anything for it there: neither for parts, nor for a plan that is kept, nor for plain names."""
+    monkeypatch.setattr(flat.FlatFormat, "family", family)
+    golden, there = GOLDEN if family == "megatron" else GOLDEN_OF_MODULE, url("flat")
+
+    def run(*args: object, code: int = 0) -> str:
+        done = CliRunner().invoke(app, [*map(str, args), "--quiet"])
+        assert done.exit_code == code, (args, done.output)
+        return str(done.stdout)
+
+    run("convert", golden, there, "--to", "flat", "--verify")
+    assert json.loads(run("inspect", there, "--json"))["format"] == "flat"
+    run("verify", there, "--deep")
+    run("diff", golden, there)
+    run("report", there, "-o", tmp_path / "page.html")
+    assert "flat" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    run("convert", there, url("parts"), "--to", "flat", "--tp", 2, code=2)
+    plan, to = tmp_path / "plan", ("--to", "flat", "--dtype", "fp16")
+    run("plan", there, *to, "--save", plan)
+    run("convert", there, url("parts"), *to, "--part", "1/2", "--plan", plan)
+    run("convert", there, url("parts"), *to, "--part", "2/2", "--plan", plan)
+    run("convert", there, url("parts"), *to, "--finish")
+    run("convert", there, tmp_path / "here", *to, "--no-resume")
+    run("diff", tmp_path / "here", url("parts"))
+    run("convert", there, url("parts"), "--to", "flat", "--no-optimizer", "--layout", "plain", code=2)
+    told = run(
+        "convert", there, url("parts"), "--to", "flat", "--no-optimizer", "--layout", "plain", "--overwrite", "--json"
+    )
+    assert json.loads(told)["account"]["unaccounted"] == []
+    assert {"flat.json", "weights.bin"} < {path.name for path in urls.checkpoint_path(url("parts")).iterdir()}
+    run("convert", url("parts"), tmp_path / "hf" if family == "module" else tmp_path / "tp", *(
+        ("--to", "hf") if family == "module" else ("--to", "megatron", "--tp", 2)
+    ))  # fmt: skip
 
 
 DAMAGES = {

@@ -41,6 +41,22 @@ def test_every_byte_is_fetched_once() -> None:
     assert len(far.asked) == 3
 
 
+def test_a_length_may_be_said_by_what_is_fetched_itself() -> None:
+    """The manifest of a published folder says where its files lie: it waited for ever for who had asked for a length."""
+    far = Far()
+
+    def length(file: str) -> int:
+        assert file == "c" or asked.read("c", 0, 1) == FILES["c"]
+        return len(FILES[file])
+
+    asked = Fetched(far.fetch, length, 4)
+    expecting = threading.Thread(target=asked.expect, args=([("a", 0, 10)],), daemon=True)
+    expecting.start()
+    expecting.join(20)
+    assert not expecting.is_alive()
+    assert asked.read("a", 0, 10) == FILES["a"][:10]
+
+
 def test_the_end_of_a_file() -> None:
     kept = Far().kept()
     assert kept.read("c", 0, 100) == FILES["c"]
