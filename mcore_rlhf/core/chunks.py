@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 
-from .catalog import MASTER, PARAM, DType, Record, Shape, TensorEntry, TensorName
+from .catalog import MASTER, PARAM, Box, Chunk, DType, Record, Shape, TensorEntry, TensorName
 from .rows import RowBlock, Rows, Strip, Tensor, Tensors
-from .shares import Share, Shares, repeated
+from .shares import Share, Shares
 
 
 class Chunks:
@@ -175,7 +175,7 @@ class Chunks:
 
         def lay(rows: Rows) -> Iterator[Strip]:
             chunks = list(tensors.chunks(number))
-            return rows.strips((*chunks, *repeated(chunks, shape[0], length)))
+            return rows.strips((*chunks, *_repeated(chunks, shape[0], length)))
 
         return tensors.add(Tensor((length, *shape[1:]), tensors.dtypes[number], lay), (number,))
 
@@ -319,3 +319,24 @@ def _renamed(found: Mapping[str, Mapping[str, int]], role: str, names: Mapping[s
         for new, old in names.items()
         for state, number in found.get(old, {}).items()
     }
+
+
+def new_rows(have: int, rows: int) -> str:
+    """What is said of a vocabulary that gets more rows; see :meth:`Chunks.rows`."""
+    return f"vocabulary rows {have}–{rows - 1} are new padding and repeat row {have - 1}, in every state"
+
+
+def _repeated(chunks: Iterable[Chunk], have: int, rows: int) -> Iterator[Chunk]:
+    """Rows ``[have, rows)`` of a tensor that gets more of them: its last one, with stride 0.
+
+    Args:
+        chunks: Those of the tensor as it is.
+        have: Its rows.
+        rows: Those that it gets; nothing is repeated where they are fewer.
+    """
+    for chunk in chunks if rows > have else ():
+        if chunk.box.stop[0] == have:
+            inner = chunk.box
+            last = chunk.narrow(Box((have - 1, *inner.offset[1:]), (1, *inner.shape[1:])))
+            new = Box((have, *inner.offset[1:]), (rows - have, *inner.shape[1:]))
+            yield Chunk(new, last.record, last.start, (0, *last.strides[1:]))

@@ -1,8 +1,8 @@
-"""What views of a table of chunks are made of: parts of other tensors, states that stand for one another, rows that are repeated."""
+"""What views of a table of chunks are made of: parts of other tensors, states that stand for one another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .catalog import MASTER, PARAM, Box, Chunk, Shape
@@ -84,24 +84,3 @@ class Share:
 
 Shares = Mapping[str, tuple[Share, ...]]
 """For every tensor, the parts of others that it is made of."""
-
-
-def new_rows(have: int, rows: int) -> str:
-    """What is said of a vocabulary that gets more rows; see :func:`repeated`."""
-    return f"vocabulary rows {have}–{rows - 1} are new padding and repeat row {have - 1}, in every state"
-
-
-def repeated(chunks: Iterable[Chunk], have: int, rows: int) -> Iterator[Chunk]:
-    """Rows ``[have, rows)`` of a tensor that gets more of them: its last one, with stride 0.
-
-    Args:
-        chunks: Those of the tensor as it is.
-        have: Its rows.
-        rows: Those that it gets; nothing is repeated where they are fewer.
-    """
-    for chunk in chunks if rows > have else ():
-        if chunk.box.stop[0] == have:
-            inner = chunk.box
-            last = chunk.narrow(Box((have - 1, *inner.offset[1:]), (1, *inner.shape[1:])))
-            new = Box((have, *inner.offset[1:]), (rows - have, *inner.shape[1:]))
-            yield Chunk(new, last.record, last.start, (0, *last.strides[1:]))

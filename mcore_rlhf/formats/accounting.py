@@ -58,27 +58,27 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
         Facts.of(inventory_of(opened)).handed_on(inventory_of(seen), crossed, seen.moved).handed_on(target.holds, final)
     )
     empty = {spec.name for spec in opened.model.params if 0 in spec.global_shape}
-    tensors = tensors_of(tally, {**_unused(opened), **seen.notes.said, **final}, empty)
+    tensors = tensors_of(tally, {**Report.of([_UNUSED], opened).said, **seen.notes.said, **final}, empty)
     files = dict(_files(opened, target, without_optimizer))
-    return Account.of({**facts.fates, **tensors, **files, **casts, **dict(_unplaced(opened))}, target.report.lost)
+    return Account.of(
+        {**facts.fates, **tensors, **files, **casts, **Report.of([_UNPLACED], opened).said}, target.report.lost
+    )
 
 
 def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     """Values that only the files of one format have a place for, or of two that are alike; the target itself may know better."""
-    stray = Report()
-    if opened.format not in (target.format, *target.alike):
-        stray.through(opened.family.homeless, opened.family)
-    return {item: said for item, said in stray.said.items() if item not in target.report.said}
+    strays = () if opened.format in (target.format, *target.alike) else opened.family.homeless
+    said = Report.of(strays, opened.family).said
+    return {item: one for item, one in said.items() if item not in target.report.said}
 
 
-def _unplaced(opened: Source) -> Iterator[tuple[Item, Said]]:
-    for name in opened.unplaced:
-        yield Item(Kind.VALUE, name), Said(Fate.LOST, f"{name}: not known, and not carried")
-
-
-def _unused(opened: Source) -> dict[Item, Said]:
-    said = Said(Fate.DERIVED, "the framework stores it in some layouts only, and never uses it")
-    return {Item(Kind.TENSOR, name): said for name in opened.model.unused}
+_UNPLACED: Rule[Source] = Rule(
+    Fate.LOST, "{name}: not known, and not carried", lambda s: [{"name": name, "of": [Item(Kind.VALUE, name)]} for name in s.unplaced]
+)  # fmt: skip
+_UNUSED: Rule[Source] = Rule(
+    Fate.DERIVED, "the framework stores it in some layouts only, and never uses it",
+    lambda s: {"of": [Item(Kind.TENSOR, name) for name in s.model.unused]},
+)  # fmt: skip
 
 
 def tensors_of(tally: Tally, said: Mapping[Item, Said], empty: Collection[str] = ()) -> dict[Item, Said | None]:

@@ -77,8 +77,11 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
     else:
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
+    source = replace(source, carried=carried)
+    if ModuleState.of(source) is None:
+        return source
     waits = FormerFamily.of(source).config if source.origin else {}
-    return described(replace(source, carried=carried), lambda: (config_in(carried) if carried else {}) or waits)
+    return described(source, lambda: (config_in(carried) if carried else {}) or waits)
 
 
 def _with_trainers(source: Source, stubs: Sequence[str]) -> Source:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
-from mcore_rlhf.core.shares import new_rows
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import Arguments

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, DType, Record, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.rows import Cut, RowBlock, Rows, Strip
+from mcore_rlhf.core.rows import Cut, RowBlock
 from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_buffer, is_routed_expert, renumbered
@@ -417,17 +417,3 @@ class RankLayout:
 
 def _stored(layout: LocalLayout, record: Record, start: int) -> StoredTensor:
     return StoredTensor(record, start, layout.shape, layout.strides)
-
-
-def local_run(stored: StoredTensor, layout: LocalLayout, rows: Rows) -> Strip:
-    """The chunks that a rank's local tensor contributes.
-
-    Args:
-        stored: Where it lies.
-        layout: What it is of the whole one.
-        rows: Where they are laid.
-    """
-    cut = layout.cut
-    if stored.strides != cut.strides and layout.view == stored.shape:
-        cut = layout.cut_of(stored.strides)
-    return Strip(rows.forms_of(cut), stored.record, [stored.start + at for at in cut.starts])

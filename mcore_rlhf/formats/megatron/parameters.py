@@ -14,7 +14,6 @@ from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.ranks import local_run
 from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
@@ -78,11 +77,19 @@ class StoredTensors(MegatronTensors):
                 layout = self._layouts.get(place)
                 if layout is None:
                     layout = self._layouts[place] = self._layout(spec, at)
-                yield local_run(stored, layout, rows)
+                yield _strip(stored, layout, rows)
 
     def _layout(self, spec: ParamSpec, at: FileRank) -> LocalLayout:
         expert = is_routed_expert(spec.name)
         return local_layout(spec.partition, spec.global_shape, at.split(self.parallel, expert), at.stack(self.parallel))
+
+
+def _strip(stored: StoredTensor, layout: LocalLayout, rows: Rows) -> Strip:
+    """What a rank's local tensor has of the whole one."""
+    cut = layout.cut
+    if stored.strides != cut.strides and layout.view == stored.shape:
+        cut = layout.cut_of(stored.strides)
+    return Strip(rows.forms_of(cut), stored.record, [stored.start + at for at in cut.starts])
 
 
 _ADVICE = "Say how such parameters are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
