@@ -18,7 +18,7 @@ from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
-from .hf_options import FolderOptions
+from .format_options import FormatOptions
 from .job_options import JobOptions
 from .option_types import (
     ADAPTERS,
@@ -108,7 +108,7 @@ class RunOf:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteOptions(FolderOptions):
+class WriteOptions(FormatOptions):
     """What a target is to be, and for whose run (``run_of``); None keeps what the source has. A folder that is a URL is a UsageError."""
 
     tp: int | None = option(

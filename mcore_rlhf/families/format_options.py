@@ -1,14 +1,16 @@
-"""The rows of :mod:`.options` that are about Megatron-core's ``torch_dist`` alone."""
+"""The rows of :mod:`.options` that are about one format alone: Megatron-core's ``torch_dist``, and Hugging Face's folders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .option_types import CONTENT, SAFETY, Takes, flag, one_of, option
+from mcore_rlhf.models.meaning.bounds import MOST_RANKS
+
+from .option_types import CONTENT, HUGGING_FACE, SAFETY, Takes, flag, number, one_of, option
 
 
 @dataclass(frozen=True, slots=True)
-class DistOptions:
+class FormatOptions:
     """What such a checkpoint is to be."""
 
     optimizer_sharding: str | None = option(
@@ -25,4 +27,12 @@ class DistOptions:
         group=SAFETY,
         more="Runs with `--verify-integrity` (megatron-core 0.17.1 and later) load no folder without it. Every file is read again for it.",
         takes=Takes.TORCH_DIST,
+    )
+    pieces: int | None = option(
+        number(1, MOST_RANKS),
+        "Cut the weights of a Hugging Face folder into pieces, a file for each of N ranks.",
+        group=HUGGING_FACE,
+        more="As torch's `HuggingFaceStorageWriter(save_distributed=True)` leaves them, which NeMo-RL and transformers use; "
+        "`--max-shard-size` is of the files that they are put together to. `from_pretrained` loads no pieces.",
+        takes=Takes.MODEL_FOLDER,
     )
