@@ -35,7 +35,8 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
     """
     loader, version = loader_named(trainer)
     settings = Settings() if config is None else read_settings(config)
-    found = forecast(checkpoint_path(path), loader, settings, world)
+    place = checkpoint_path(path)
+    found = forecast(place, loader, settings, world)
     notes = list(found.notes)
     if version and version != loader.version:
         notes.append(
@@ -44,9 +45,9 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
     if config is None:
         notes.append("no configuration was given (--config): the trainer's own defaults are assumed")
     if json:
-        emit_json(_facts(path, found, version, config, notes))
+        emit_json(_facts(place, found, version, config, notes))
     else:
-        _print(path, found, notes)
+        _print(place, found, notes)
     if not found.resumes:
         raise click.exceptions.Exit(1)
 
@@ -113,7 +114,7 @@ def resumes_text(roles: Facts) -> str:
     return " | ".join(texts)
 
 
-def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:
+def _facts(path: ReadablePath, found: Forecast, version: str, config: Path | None, notes: list[str]) -> Facts:
     """What is printed with ``--json``."""
     return {
         "path": str(path),
@@ -143,7 +144,7 @@ def _facts(path: Path, found: Forecast, version: str, config: Path | None, notes
     }
 
 
-def _print(path: Path, found: Forecast, notes: list[str]) -> None:
+def _print(path: ReadablePath, found: Forecast, notes: list[str]) -> None:
     trainer, taken = found.loader.trainer, found.taken
     say(f"{path}: {trainer.title} {found.loader.version}")
     say(f"  takes {taken.folder.name if taken.folder is not None else 'no step'}: {taken.why}")

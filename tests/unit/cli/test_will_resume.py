@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.object_store import S3, url
 from tests.unit.cli.conftest import Cli
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -39,6 +40,13 @@ def test_exit_codes(cli: Cli, tmp_path: Path) -> None:
         ["trl", "--world-size", "0"],
     ):
         assert cli("will-resume", folder, "--trainer", *words).code == 2
+
+
+def test_a_step_in_a_store_is_called_as_it_was_given(cli: Cli, s3: S3) -> None:
+    s3.upload(TRAINER, "run/checkpoint-2")
+    there = url("run/checkpoint-2")
+    assert cli("will-resume", there, "--trainer", "transformers", "--json").json["path"] == there
+    assert cli("will-resume", there, "--trainer", "transformers").stdout.startswith(f"{there}: ")
 
 
 def test_of_a_root_it_takes_the_step_that_the_trainer_takes(cli: Cli, tmp_path: Path) -> None:
