@@ -208,6 +208,11 @@ def remove(path: Path) -> bool:
     return remove_beneath(path.parent, path.name)
 
 
+def remove_empty(path: Path) -> None:
+    """Remove a folder; an ``OSError`` where something is in it."""
+    os.rmdir(path)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder that a user named, and those above it.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import CheckpointError
-from mcore_rlhf.manager.run import staging, steps
+from mcore_rlhf.manager.run import steps, stream
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from tests.crash.recorder import Killed, Op, Recorder, replayed
 from tests.crash.scenes import QUIET, Ranks, committed, copied, leftovers, tree
@@ -24,7 +24,7 @@ OLD, NEW = 1, 2
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "WINDOW_BYTES", 4000)
+    monkeypatch.setattr(stream, "WINDOW_BYTES", 4000)
     monkeypatch.setattr(os, "fsync", os.fstat)
 
 

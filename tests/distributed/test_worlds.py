@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +73,80 @@ def test_without_an_identity(pool: WorkerPool, tmp_path: Path) -> None:
     for kind, text in run(pool, world_jobs.without_an_identity, tmp_path):
         assert kind == "UsageError"
         assert "the same transaction id" in text
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_all_worlds_of_a_host_share_its_memory(pool: WorkerPool, tmp_path: Path, lazy: bool) -> None:
+    """An eighth of what they copy; by what the kernel says that their processes grew together."""
+    whole, eighth = 3 * 96_000_000, 36_000_000
+    results = run(pool, world_jobs.save_through_one_pool, tmp_path, eighth, lazy)
+    assert all(saved for _, _, saved in results)
+    assert [held for _, held, _ in results] == [0] * 3, "another world may need it before the next save"
+    assert eighth // 2 < sum(grown for grown, _, _ in results) < eighth + 3 * 6_000_000, "buffers of files besides"
+    assert whole > 3 * eighth
+
+
+_DIES = """
+import os, sys, threading, time
+from pathlib import Path
+import torch
+from mcore_rlhf.engines.plain import TorchEngine
+from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
+from mcore_rlhf.manager.run.world import Worlds
+root, name, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.manual_seed(1)
+live = TorchEngine(torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.rand(1 << 20)) for i in range(16)}))
+options = ManagerOptions(worlds=Worlds(name, {"actor": 1, "critic": 1}), max_host_memory=limit, timeout=5.0, on_error="continue",
+                         fsync=False, catch_signals=False)
+with CheckpointManager(root, {name: live}, options=options) as manager:
+    manager.reserve()
+    print("here", flush=True)
+    for step in map(int, sys.stdin):
+        manager.save(step, transaction=f"step {step}")
+        try:
+            manager.wait()
+        finally:
+            print(step, manager._saver.unsaved is None, flush=True)
+"""
+
+
+class _World:
+    def __init__(self, root: Path, name: str, limit: int) -> None:
+        command = [sys.executable, "-c", _DIES, str(root), name, str(limit)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def save(self, step: int) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"%d\n" % step)
+        self.process.stdin.flush()
+
+    def said(self) -> bytes:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.mark.slow
+def test_a_world_that_is_killed_while_it_saves_holds_no_memory(tmp_path: Path, seed: int) -> None:
+    """It is killed at any moment; the other one loses that step only, and the next with a new one in its place."""
+    root, limit, chance = tmp_path / "root", 24 << 20, random.Random(seed)
+    worlds = {name: _World(root, name, limit) for name in ("actor", "critic")}
+    try:
+        assert [world.said() for world in worlds.values()] == [b"here"] * 2
+        for step in (1, 2):
+            for world in worlds.values():
+                world.save(step)
+            time.sleep(0.1 * chance.random())
+            worlds["critic"].process.kill()
+            worlds["critic"].process.wait()
+            assert worlds["actor"].said().startswith(b"%d " % step)
+            worlds["critic"] = _World(root, "critic", limit)
+            assert worlds["critic"].said() == b"here"
+        for world in worlds.values():
+            world.save(3)
+        assert worlds["actor"].said() == b"3 True"
+    finally:
+        for world in worlds.values():
+            world.process.kill()
+            world.process.wait()

@@ -108,3 +108,29 @@ def without_an_identity(folder: Path) -> tuple[str, str]:
     name = apart(folder)
     with manager(folder / "root", name, engine(1)) as saving:
         return outcome(lambda: saving.save(1))
+
+
+def save_through_one_pool(folder: Path, limit: int | None, lazy: bool) -> tuple[int, int, bool]:
+    """Three steps; by how much this process grew in between, how much it then holds in its pool, and whether they were saved."""
+    name = apart(folder)
+    numel = 24_000_000 if name == "actor" else 12_000_000
+    live = engine(1, numel)
+    with manager(folder / "root", name, live, max_host_memory=limit, lazy_snapshot=lazy) as saving:
+        saving.reserve()
+        (folder / f"{name} {dist.get_rank()} is there").touch()
+        while len(list(folder.glob("* is there"))) < sum(SIZES.values()):
+            time.sleep(0.01)
+        Path("/proc/self/clear_refs").write_text("5")  # ``man 5 proc_pid_clear_refs``: VmHWM counts from here
+        before = memory("VmRSS")
+        for step in (1, 2, 3):
+            saving.save(step, transaction=f"step {step}")
+            saving.wait()
+        grown, held = memory("VmHWM") - before, saving._saver._staging.nbytes
+    with manager(folder / "root", name, fresh := engine(7, numel)) as loading:
+        found = loading.load()
+    return grown, held, found is not None and all(torch.equal(fresh.values[n], live.values[n]) for n in live.values)
+
+
+def memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10

@@ -14,7 +14,7 @@ from mcore_rlhf.errors import StorageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.options import ManagerOptions
-from mcore_rlhf.manager.run.staging import Stream
+from mcore_rlhf.manager.run.stream import Stream
 from tests.unit.manager.test_manager_lazy import Run, saved
 
 OPTIONS = ManagerOptions(catch_signals=False, fsync=False, lazy_snapshot=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from mcore_rlhf.manager.run.staging import Stream
+from mcore_rlhf.manager.run.stream import Stream
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from mcore_rlhf.engines.until_step import Steps, UntilStep, hook, hook_all
 from mcore_rlhf.errors import StorageError, headline
 
 from .options import LOG, ManagerOptions, Reporter
-from .staging import Stream
+from .stream import Stream
 from .world import World
 
 if TYPE_CHECKING:

@@ -53,6 +53,7 @@ class SaveJob:
         begin: What the coordinator opens the transaction of a further attempt with.
         make_room: What the coordinator does about a full disk.
         earlier: Finds the step whose files are linked where they would be the same; None where none is to be.
+        done_with: Hears that nothing of what was copied is read any more; also where the save failed, or was left to itself before.
         failed: Why the first attempt failed before this one could begin; None where it was opened.
         progress: How far it is.
         delivered: Whether this rank has said all that the commit waits for, so that it may be made without a further word of its.
@@ -72,6 +73,7 @@ class SaveJob:
     begin: Callable[[Transaction], None] = lambda transaction: None
     make_room: Callable[[], None] = lambda: None
     earlier: Callable[[], Earlier | None] = lambda: None
+    done_with: Callable[[], None] = lambda: None
     failed: BaseException | None = None
     progress: Progress = field(default_factory=Progress)
     delivered: bool = False
@@ -91,11 +93,13 @@ class SaveJob:
             self._attempts()
         finally:
             self._let_go()
+            self.done_with()
 
     def unstarted(self, error: StorageError) -> None:
         """There is no thread for it: the others hear of that, and the copy is not waited for."""
         self._lost(self._ended_by(error, 0))
         self._let_go()
+        self.done_with()
 
     def _let_go(self) -> None:
         """Training need not wait for a copy that nobody will write."""
@@ -209,6 +213,7 @@ class SaveJob:
         writer.write(self.snapshot.files)
         if self.snapshot.stream is not None:
             self.snapshot.stream.finish()
+            self.done_with()  # another world may need the memory, and this one waits for its part
         for name, text in self.snapshot.texts.items():
             writer.save_text(name, text)
         if self.world.commits:

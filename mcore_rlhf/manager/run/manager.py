@@ -105,6 +105,7 @@ class CheckpointManager:
             self._helper.start()
 
     def _take_root(self, hosts: Sequence[str]) -> None:
+        self._saver.share_memory()
         first = {host: hosts.index(host) for host in hosts}  # of every host its first rank
         if self.world.commits:
             self._lock = RootLock(self.root)

@@ -136,9 +136,9 @@ class ManagerOptions:
             waited for before the optimizer's next step, which the roles' engines see to; buffers, random states and all others are copied
             inside ``save`` as before. Whatever else changes weights calls :meth:`~.manager.CheckpointManager.before_step` first; a
             write that torch can see is noticed, and that save fails.
-        max_host_memory: Bytes of host memory that the copies of all ranks of a host may take together, each as large a part as of what is
-            copied; each of several worlds has its own. What does not fit is copied in waves, each written before its memory is used
-            again, and training waits for the last wave; None for no limit.
+        max_host_memory: Bytes of host memory that the copies of all processes which save into this root on a host may take together, of
+            whatever world, each as large a part as of what is copied. What does not fit is copied in waves, each written before its memory
+            is used again, and training waits for the last wave; None for no limit.
         link_unchanged: Whether a file that would be byte for byte one that is there already, such as a frozen reference model's, is not
             written again, but is another name (a hard link) of the same role's in the step before, or of another role's in this one. It
             is compared, not guessed. Not where the copy is made in waves, and not files that several ranks write together.

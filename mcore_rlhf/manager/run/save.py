@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, Unreadable, UsageError, headline, in_a_line
 from mcore_rlhf.storage import threads
+from mcore_rlhf.storage.host_pool import HostPool
 from mcore_rlhf.storage.waiting import waiting_for
 
 from ..rlhf.consumed import consumed_by
@@ -121,6 +122,7 @@ class Saver:
                 self._share_memory(snapshot)
                 self.world.on_all_ranks(f"copying step {step}", partial(self._copy, snapshot))
         except BaseException as error:
+            self._staging.give_back()
             opened.abort(word_of(self.world, error))
             raise
         now, report = time.monotonic(), dict[str, object]()
@@ -139,6 +141,7 @@ class Saver:
             begin=self._begin,
             make_room=partial(self._make_room, step, dict(metrics or {})),
             earlier=self._earlier,
+            done_with=partial(self._staging.give_back, snapshot.stream),
             failed=failed,
         )
         self.unsaved, lazy, nbytes = None, bool(snapshot.still), snapshot.nbytes
@@ -277,15 +280,19 @@ class Saver:
         """Make the host memory that an asynchronous save needs."""
         snapshot = described(self.parts, self.world, 0)
         self._share_memory(snapshot)
-        self._staging.reserve(snapshot.files)
+        if not self._background.busy:  # what is being saved has made it
+            self._staging.reserve(snapshot.files)
+
+    def share_memory(self) -> None:
+        """Be one of those of this host that save here, and take no more of its memory together than they may."""
+        if self.options.max_host_memory is not None:  # other worlds save at other times
+            pool = HostPool(self.root, self.options.max_host_memory, self.options.timeout / 2)
+            self._staging = HostStaging(pool, keeps=not self.world.is_one_of_several)
 
     def _share_memory(self, snapshot: Snapshot) -> None:
-        """Of what all ranks of this host may take together, each has as large a part as of what they copy; collective."""
-        if self.options.max_host_memory is not None:
-            mine = needed(snapshot.files)
-            asked = self.world.all_gather((self.world.host, mine))
-            together = sum(nbytes for host, nbytes in asked if host == self.world.host)
-            self._staging.limit = self.options.max_host_memory * mine // max(1, together)
+        """Each is given as large a part as of what all copy, so all say that first; collective."""
+        if self._staging.pool is not None:
+            self.world.on_all_ranks("sharing memory", partial(self._staging.pool.say, needed(snapshot.files)))
 
     def close(self) -> None:
         """Give the memory back; what is not in the mirror is the next start's."""

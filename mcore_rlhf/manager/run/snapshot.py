@@ -25,8 +25,9 @@ from ..rlhf.carried import Carried
 from ..rlhf.sampler import PromptSampler
 from ..rlhf.state import RlhfState
 from .rng import RngState, captured
-from .staging import HostStaging, StepFile, Stream
+from .staging import HostStaging, StepFile
 from .steps import RESERVED
+from .stream import Stream
 from .world import World
 
 _ROLE = re.compile(r"(?!iter_|mp_rank_|global_step_)[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
@@ -206,6 +207,8 @@ def staged(snapshot: Snapshot, staging: HostStaging) -> Stream:
         return next((_changed(role, name) for role, name in found if name is not None), None)
 
     snapshot.files, snapshot.stream = staging.staged(snapshot.files, waits, changed)
+    if not snapshot.stream.waits:
+        snapshot.still = {}
     return snapshot.stream
 
 

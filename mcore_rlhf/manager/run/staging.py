@@ -1,71 +1,24 @@
-"""The bytes of a snapshot on their way into host memory, and from there into files: at once, behind training, or in waves.
-
-Three work on one :class:`Stream`: who copies, who writes, and who trains and has to wait at the fence until live tensors are read.
-"""
+"""Host memory that a snapshot is copied into: which part of it is copied when, and how much there is for it."""
 
 from __future__ import annotations
 
 import threading
-import time
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TypeAlias
 
 import torch
 
 from mcore_rlhf.engines.base import LiveFile, Segment
-from mcore_rlhf.errors import CheckpointError, StorageError, headline
-from mcore_rlhf.storage import threads
+from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.storage.host_pool import HostPool
 from mcore_rlhf.storage.paths import human
 
-from .commit import Stopped
 from .options import LOG
+from .stream import PIECE_BYTES, Lined, Share, Staged, Stream, as_bytes
 
-WINDOW_BYTES = 1 << 20
-"""One window is summed and written while it is in the cache."""
-_PIECE_BYTES = 4 << 20
-"""So much is copied at a time behind training, and handed on; the writer's windows are within it."""
 _ALIGNMENT = 64
-_Lined: TypeAlias = "tuple[int, torch.Tensor, str]"
-_LOOK_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Staged:
-    """What a stream brings of a :class:`~mcore_rlhf.engines.base.Segment`.
-
-    Args:
-        label: See there.
-        byte_offset: See there.
-        nbytes: See there.
-        start: Where it begins in the stream.
-        stream: It.
-    """
-
-    label: str
-    byte_offset: int
-    nbytes: int
-    start: int
-    stream: Stream
-
-
-Share: TypeAlias = "Segment | Staged"
-"""What a rank puts into a record: a segment that nothing changes while it is written, in a blocking save, or what a stream brings of
-one."""
-
-
-def windows(share: Share) -> Iterator[memoryview]:
-    """The bytes of a share, one window after the other; each is good until the next one is asked for."""
-    if isinstance(share, Staged):
-        yield from share.stream.read(share.start, share.nbytes)
-        return
-    flat = as_bytes(share.tensor)
-    for start in range(0, flat.numel(), WINDOW_BYTES):
-        yield flat[start : start + WINDOW_BYTES].cpu().numpy().data  # those of a GPU come over one at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,272 +46,26 @@ class StepFile:
         return self.live.segments if self.staged is None else self.staged
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Source:
-    """A live tensor's bytes, and where they were when the snapshot was taken.
-
-    Memory may be given back below a tensor that goes on (``untyped_storage().resize_(0)``, with which trainers send weights to host memory
-    for a rollout), which torch does not count as a write.
-    """
-
-    tensor: torch.Tensor
-    label: str
-    place: tuple[int, int]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, label: str) -> _Source:
-        return cls(tensor, label, _place(tensor))
-
-    def refuse_elsewhere(self) -> None:
-        """See that the memory has not been given back.
-
-        Raises:
-            StorageError: It has, or lies elsewhere.
-        """
-        if _place(self.tensor) != self.place:
-            raise StorageError(
-                f"{self.label}: its memory was given back after save(), and before its optimizer's next step: expected "
-                f"{human(self.place[1])} where it was, found {human(_place(self.tensor)[1])} at another place or none\n"
-                "The step is not saved. Call manager.before_step() before weights are sent to host memory, or save without lazy_snapshot."
-            )
-
-
-class Stream:
-    """Bytes on their way into host memory, one share after the other, in the order in which they are written.
-
-    Where the room is smaller than what comes, a part of it is used again as soon as it is written: then they can be read once only.
-
-    Args:
-        room: The host memory.
-        sources: Where it begins in the stream, what comes, and its name; first to last, without gaps but for alignment.
-        side: By GPU, the stream on which it is copied: behind what training has queued so far, and, where it is training's own, ahead of
-            what it queues next.
-        changed: Says what of the live tensors is no longer as it was when the snapshot was taken; None where all is.
-    """
-
-    def __init__(
-        self,
-        room: torch.Tensor,
-        sources: Sequence[_Lined],
-        side: dict[torch.device, torch.cuda.Stream] | None = None,
-        changed: Callable[[], CheckpointError | None] = lambda: None,
-    ) -> None:
-        self._room, self._side = room, side or {}
-        self._sources = deque((start, _Source.of(tensor, label)) for start, tensor, label in sources)
-        self.nbytes = max((start + tensor.numel() for start, tensor, _ in sources), default=0)
-        self.copied = 0
-        """How far it has come; on a GPU, how much is queued."""
-        self._written = 0
-        self._events: list[tuple[int, torch.cuda.Event]] = []
-        self._moved = time.monotonic()
-        self._changed: Callable[[], CheckpointError | None] | None = changed
-        self._error: BaseException | None = None
-        self._cancelled = False
-        self._begun = self._queued = False
-        self._ended = threading.Event()
-        self._news = threading.Condition()
-
-    @property
-    def wraps(self) -> bool:
-        """Whether the room is used again."""
-        return self.nbytes > self._room.numel()
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing is copied any more."""
-        return self._ended.is_set()
-
-    def start(self) -> None:
-        """Copy behind training; where there is no thread for that, now."""
-        self._begun = True
-        try:
-            threads.begin("mcore_rlhf copy", self.run, _PIECE_BYTES)
-        except StorageError as error:
-            LOG.warning("%s; training waits for it", headline(str(error)))
-            self.run(_PIECE_BYTES)
-
-    def queue(self) -> None:
-        """Copy all now; what lies on a GPU is only queued there, and who reads it waits."""
-        self._queue(None, [])
-
-    def run(self, piece: int | None = None) -> None:
-        """Copy all, or until it is cancelled.
-
-        Args:
-            piece: At most so many bytes at a time; None for as many as there are in one place.
-        """
-        # by a GPU: who lets it go lets others have its memory, so all are held until the streams have ended
-        still_read: list[_Source] = []
-        try:
-            self._queue(piece, still_read)
-            with self._news:
-                self._queued = True
-                self._news.notify_all()
-            self._come_to_the_end()
-            self.check()
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            with suppress(
-                RuntimeError
-            ):  # given up, or failed: what is queued still reads, and writes into memory that is used next
-                self._come_to_the_end()
-            still_read.clear()
-            with self._news:
-                self._queued = True
-                self._sources.clear()
-                self._ended.set()
-                self._news.notify_all()
-
-    def _queue(self, piece: int | None, still_read: list[_Source]) -> None:
-        while self._sources:
-            start, source = self._sources.popleft()
-            self._copy(start, source, piece)
-            if source.tensor.is_cuda:
-                still_read.append(source)
-
-    def _come_to_the_end(self) -> None:
-        for stream in self._side.values():
-            stream.synchronize()
-
-    def _copy(self, start: int, whole: _Source, piece: int | None) -> None:
-        source = whole.tensor
-        at, stop, room = start, start + source.numel(), self._room.numel()
-        while at < stop:
-            within = at % room
-            end = min(stop, at + room - within, at + (piece - at % piece if piece else stop - at))
-            with self._news:
-                self._news.wait_for(lambda end=end: self._cancelled or end - self._written <= room)  # type: ignore[misc]
-                if self._cancelled:
-                    raise Stopped("the copy was given up")
-            whole.refuse_elsewhere()
-            self._copy_into(self._room[within : within + end - at], source[at - start : end - start], piece is not None)
-            whole.refuse_elsewhere()
-            with self._news:
-                if source.is_cuda:
-                    self._events.append((end, self._side[source.device].record_event()))
-                self.copied, self._moved = end, time.monotonic()
-                self._news.notify_all()
-            at = end
-
-    def _copy_into(self, aside: torch.Tensor, source: torch.Tensor, behind: bool) -> None:
-        """From a GPU on a stream of its own, after what training had queued; all copies overlap one another."""
-        if source.is_cuda:
-            with torch.cuda.stream(self._side[source.device]):
-                aside.copy_(source, non_blocking=True)
-        elif behind:  # one thread is enough, and leaves the cores to training
-            aside.numpy()[:] = source.cpu().numpy()
-        else:
-            aside.copy_(source)
-
-    def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """The bytes of a share, in windows, as soon as they are there.
-
-        Raises:
-            StorageError: They cannot be copied, or are there no more.
-        """
-        at, stop, room = start, start + nbytes, self._room.numel()
-        while at < stop:
-            within = at % room
-            end = min(stop, at + room - within, at + WINDOW_BYTES - at % WINDOW_BYTES)
-            self._await(at, end)
-            yield self._room[within : within + end - at].numpy().data
-            if self.wraps:
-                with self._news:
-                    self._written = end
-                    self._news.notify_all()
-            at = end
-
-    def _await(self, start: int, end: int) -> None:
-        with self._news:
-            self._news.wait_for(lambda: self.copied >= end or self._ended.is_set() or self._cancelled)
-            self._raise()
-            if self._cancelled or self.copied < end:
-                raise Stopped("the copy was given up")
-            if start < self.copied - self._room.numel():
-                raise StorageError(
-                    "what was copied is there no more: it is written once where max_host_memory is given"
-                )
-            at = bisect_left(self._events, end, key=lambda one: one[0])
-            event = self._events[at][1] if at < len(self._events) else None
-        if event is not None:
-            event.synchronize()
-
-    def finish(self) -> None:
-        """Wait until all is copied.
-
-        Raises:
-            CheckpointError: It cannot be, or live tensors were changed meanwhile: the snapshot is of no one moment.
-        """
-        self._ended.wait()
-        self._raise()
-
-    def fence(self, patience: float) -> bool:
-        """Wait until live tensors may change; on a GPU, only let what is queued from now on wait.
-
-        Args:
-            patience: For how many seconds nothing may come.
-
-        Returns:
-            False where nothing has come for so long.
-        """
-        with self._news:
-            while not (self._queued or self._cancelled):
-                if not self._news.wait(_LOOK_S) and time.monotonic() - self._moved > patience:
-                    return False
-            last = {} if self._cancelled else dict(self._side)
-        self.check()
-        for device, stream in last.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-        return True
-
-    def check(self) -> None:
-        """See, once, that nobody has changed what is copied: when it has been, or when it may change from now on."""
-        with self._news:
-            changed, self._changed = self._changed, None
-            if changed is not None and not self._cancelled and (error := changed()) is not None:
-                self._error = self._error or error
-
-    def cancel(self) -> None:
-        """Nobody needs it any more."""
-        with self._news:
-            self._cancelled, self._changed = True, None
-            self._news.notify_all()
-
-    def join(self) -> None:
-        """Wait until nothing is copied any more."""
-        if self._begun:
-            self._ended.wait()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._news:
-            self._error = self._error or error
-            self._changed = None
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def __str__(self) -> str:
-        return f"{human(self.copied)} of {human(self.nbytes)}"
-
-
 @dataclass(slots=True)
 class HostStaging:
     """One flat buffer of host memory: pinned where there is a GPU.
 
     A save needs as much of it as this rank contributes; it is made by :meth:`reserve` or by the first save, grows when a
-    save needs more, and is never given back before :meth:`free`.
+    save needs more, and is not given back before :meth:`free`, or :meth:`give_back` where others may need it meanwhile.
 
     Args:
-        limit: No more than so many bytes, which are used again and again during a save; None for as many as there are to be copied.
+        pool: What it is taken from, which may be less than there is to be copied: then it is used again and again during a save. None for
+            as much as that.
+        keeps: Whether it stays from one save to the next.
     """
 
-    limit: int | None = None
+    pool: HostPool | None = None
+    keeps: bool = True
     _said: bool = False
     _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     _side: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
-    _last: Stream | None = None
+    _last: tuple[Stream, ...] = ()
+    _taking: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def nbytes(self) -> int:
@@ -367,7 +74,8 @@ class HostStaging:
 
     def reserve(self, files: Sequence[StepFile]) -> None:
         """Make room for a snapshot of these files, and touch it: the system hands out memory at the first touch only."""
-        self._make(self._room(needed(files)))
+        if self.keeps:
+            self._make(needed(files))
 
     def staged(
         self,
@@ -379,28 +87,33 @@ class HostStaging:
 
         Args:
             files: In the order in which they are written.
-            waits: Whether a segment of a role's folder stays as it is until :meth:`Stream.fence`; asked only where it matters.
+            waits: Whether a segment of a role's folder stays as it is until :meth:`Stream.fence`; asked only where it matters. Where there
+                is no room for those that do not, none waits: all go through what room there is, and :attr:`Stream.waits` is false.
             changed: See :class:`Stream`.
 
         Returns:
             The same files, whose shares are valid until the next call; and the stream, which is to be run.
         """
-        if self._last is not None:
-            self._last.cancel()
-            self._last.join()
+        with self._taking:
+            self._let_go()
         coming = [(file, segment) for file in files for segment in file.live.segments]
         later = {id(segment) for file, segment in coming if waits(file.folder, segment)}
+        room, first = self._make(needed(files)), _bytes_of(one for _, one in coming if later and id(one) not in later)
+        crowded = first > 0 and first + PIECE_BYTES > room < needed(files)
+        if crowded:
+            self._say_once(first, room)
+            later, first = set(), 0
         at_once = [(file, segment) for file, segment in coming if later and id(segment) not in later]
         streamed = [(file, segment) for file, segment in coming if not later or id(segment) in later]
-        first = sum(_padded(segment.nbytes) for _, segment in at_once)
-        room = self._room(sum(_padded(segment.nbytes) for _, segment in streamed), first)
-        self._make(first + room)
         ahead, behind = _lined_up(at_once), _lined_up(streamed)
         now = Stream(
             self._buffer[:first], ahead, {device: torch.cuda.current_stream(device) for device in _gpus_of(ahead)}
         )
         now.queue()
-        self._last = stream = Stream(self._buffer[first : first + room], behind, self._side_streams(behind), changed)
+        rest = min(room - first, _bytes_of(one for _, one in streamed))
+        stream = Stream(self._buffer[first : first + rest], behind, self._side_streams(behind), changed)
+        stream.waits = not crowded
+        self._last = now, stream
         shares = {
             id(segment): Staged(segment.label, segment.byte_offset, segment.nbytes, start, brings)
             for brings, sources, some in ((now, ahead, at_once), (stream, behind, streamed))
@@ -411,31 +124,63 @@ class HostStaging:
             for file in files
         ], stream
 
-    def free(self) -> None:
-        """Give the memory back."""
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._last = None
+    def give_back(self, stream: Stream | None = None) -> None:
+        """Nothing is read any more of what was staged: where other processes may need the memory before the next save, they may have it.
 
-    def _room(self, needed: int, besides: int = 0) -> int:
-        """How much of it a stream is given: whole pieces, where it is used again."""
-        if self.limit is None or besides + needed <= self.limit:
-            return needed
-        room = max(2, (self.limit - besides) // _PIECE_BYTES) * _PIECE_BYTES
-        if besides + room > self.limit and not self._said:
-            self._said = True
-            LOG.warning(
-                "max_host_memory: %s of this rank's part are not enough: %s that training changes are copied inside save(), and the rest "
-                "goes through %s; %s are used", human(self.limit), human(besides), human(room), human(besides + room),
-            )  # fmt: skip
+        Args:
+            stream: The one that is done with, if another may have begun since; None for the last.
+        """
+        if self.keeps or self.pool is None:
+            return
+        with self._taking:
+            if stream is None or stream in self._last:
+                self._let_go()
+                self._drop()
+                with suppress(StorageError):  # it is counted until this process takes memory again
+                    self.pool.give_back()
+
+    def free(self) -> None:
+        """Give the memory back, and leave those that share it."""
+        with self._taking:
+            self._let_go()
+            self._drop()
+        if self.pool is not None:
+            self.pool.close()
+
+    def _make(self, wanted: int) -> int:
+        """See that so much is there, or as much as there may be; how much that is."""
+        pinned = torch.cuda.is_available()
+        room = wanted
+        if self.pool is not None:
+            room = self.pool.take(_rounded_up(wanted) if pinned else wanted, self._drop)
+            room = min(wanted, _rounded_down(room) if pinned else room)
+        if room > self.nbytes:
+            self._drop()  # the old one first: never two at a time
+            self._buffer = torch.empty(room, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            self._buffer.zero_()
         return room
 
-    def _make(self, needed: int) -> None:
-        if needed > self.nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one first: never two at a time
-            self._buffer = torch.empty(needed, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-            self._buffer.zero_()
+    def _let_go(self) -> None:
+        for stream in self._last:
+            stream.let_go()
+        self._last = ()
 
-    def _side_streams(self, sources: Sequence[_Lined]) -> dict[torch.device, torch.cuda.Stream]:
+    def _drop(self) -> None:
+        """Give the memory back; what was pinned, also to the system."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self.pool is not None and torch.cuda.is_available():
+            with suppress(AttributeError):  # before torch 2.10
+                torch.accelerator.empty_host_cache()
+
+    def _say_once(self, first: int, room: int) -> None:
+        if not self._said:
+            self._said = True
+            LOG.warning(
+                "max_host_memory: %s of this rank's part may change at any time, for which its %s of host memory are too little beside the "
+                "rest: training waits inside save() until all is copied, in spite of lazy_snapshot", human(first), human(room),
+            )  # fmt: skip
+
+    def _side_streams(self, sources: Sequence[Lined]) -> dict[torch.device, torch.cuda.Stream]:
         """A stream for each GPU, behind what training has queued."""
         devices = _gpus_of(sources)
         for device in devices:
@@ -447,10 +192,26 @@ class HostStaging:
 
 def needed(files: Sequence[StepFile]) -> int:
     """Bytes of host memory that a copy of all their segments takes."""
-    return sum(_padded(segment.nbytes) for file in files for segment in file.live.segments)
+    return _bytes_of(segment for file in files for segment in file.live.segments)
 
 
-def _lined_up(some: Sequence[tuple[StepFile, Segment]]) -> list[_Lined]:
+def _bytes_of(segments: Iterable[Segment]) -> int:
+    return sum(_padded(segment.nbytes) for segment in segments)
+
+
+def _rounded_up(nbytes: int) -> int:
+    """What pinned memory of this size takes; it has a power of two.
+
+    Source: torch 2.13.0, ``aten/src/ATen/core/CachingHostAllocator.h`` (``allocate``).
+    """
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+def _rounded_down(nbytes: int) -> int:
+    return 1 << nbytes.bit_length() - 1 if nbytes else 0
+
+
+def _lined_up(some: Sequence[tuple[StepFile, Segment]]) -> list[Lined]:
     """Where each begins in a stream of them, its bytes, and its name."""
     starts = accumulate((_padded(segment.nbytes) for _, segment in some), initial=0)
     return [
@@ -459,19 +220,8 @@ def _lined_up(some: Sequence[tuple[StepFile, Segment]]) -> list[_Lined]:
     ]
 
 
-def _gpus_of(sources: Sequence[_Lined]) -> set[torch.device]:
+def _gpus_of(sources: Sequence[Lined]) -> set[torch.device]:
     return {tensor.device for _, tensor, _ in sources if tensor.is_cuda}
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a flat tensor of bytes; a view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and size of what a tensor lies in."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
 
 
 def _padded(nbytes: int) -> int:

@@ -27,7 +27,8 @@ from mcore_rlhf.storage.twins import Differs, Twin
 
 from .commit import Messages
 from .progress import Progress
-from .staging import Share, Staged, StepFile, windows
+from .staging import StepFile
+from .stream import Share, Staged, windows
 
 
 class WrittenPiece(NamedTuple):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mcore_rlhf.core.catalog import Record, dtype_of
 from mcore_rlhf.engines.base import LiveFile, Segment
 from mcore_rlhf.errors import CheckpointError, CoverageError, Incomplete, StorageError
-from mcore_rlhf.manager.run import staging
+from mcore_rlhf.manager.run import stream
 from mcore_rlhf.manager.run.commit import Messages, Stopped
 from mcore_rlhf.manager.run.staging import StepFile
 from mcore_rlhf.manager.run.write import RankWriter, WrittenPiece, _record_crc, _with_zeros
@@ -102,7 +102,7 @@ def written(folder: Path, files: list[StepFile]) -> tuple[list[RankWriter], list
 
 @pytest.mark.parametrize(("size", "gap"), [(1, 0), (2, 0), (5, 0), (4, 2)])
 def test_a_file_of_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, gap: int) -> None:
-    monkeypatch.setattr(staging, "WINDOW_BYTES", 64)
+    monkeypatch.setattr(stream, "WINDOW_BYTES", 64)
     whole = torch.randn(NUMEL, generator=torch.Generator().manual_seed(size))
     ranks, errors = written(tmp_path, [shared_file(rank, size, whole, gap) for rank in range(size)])
     assert errors == []
