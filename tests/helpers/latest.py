@@ -14,10 +14,11 @@ def copied_at_the_latest() -> Iterator[list[Stream]]:
     """Nothing is copied behind training before the fence; gives the streams that were waited for."""
     fence, start, waited = Stream.fence, Stream.start, list[Stream]()
 
-    def late(stream: Stream, patience: float) -> bool:
-        waited.append(stream)
-        start(stream)
-        return fence(stream, patience)
+    def late(stream: Stream, patience: float, only_urgent: bool = False) -> bool:
+        if stream not in waited:
+            waited.append(stream)
+            start(stream)
+        return fence(stream, patience, only_urgent)
 
     def later(stream: Stream) -> None:
         stream._begun = True

@@ -74,15 +74,20 @@ class Fence:
             self.wait()
 
     def begin(self, stream: Stream, step: int, report: dict[str, object]) -> None:
-        """Something is copied behind training.
+        """Something is copied behind training, or before it goes on.
 
         Args:
-            stream: It; it is started.
+            stream: It; it is started, and what is urgent of it is waited for.
             step: The step, for messages.
             report: The manifest's; what training waits here is added to ``stall_seconds``.
+
+        Raises:
+            StorageError: See :meth:`wait`.
         """
         self._stream, self._step, self._report = stream, step, report
         stream.start()
+        if stream.urgent:
+            self._wait_for(stream, only_urgent=True)
 
     def wait(self) -> None:
         """Wait until live tensors may change; at once where nothing is being copied. Not collective.
@@ -90,11 +95,14 @@ class Fence:
         Raises:
             StorageError: The copy has stood still for :attr:`ManagerOptions.timeout`, and training is not to go on without it.
         """
-        stream = self._stream
-        if stream is None:
-            return
+        if (stream := self._stream) is not None:
+            self._wait_for(stream)
+            if self._stream is stream:
+                self._stream, self._still = None, ()
+
+    def _wait_for(self, stream: Stream, only_urgent: bool = False) -> None:
         started = time.monotonic()
-        if not stream.fence(self.options.timeout):
+        if not stream.fence(self.options.timeout, only_urgent):
             text = f"{self.world.name}: the copy of step {self._step} into host memory has stood still for {self.options.timeout:g} s, "
             error = StorageError(
                 f"{text}at {stream}\nWhat is written behind it may hang; without the copy, this step cannot be saved any more."
@@ -104,7 +112,6 @@ class Fence:
             stream.cancel()
             self.reporter.say("failed", self._step, f"{headline(str(error))}; training goes on")
         if self._stream is stream:
-            self._stream, self._still = None, ()
             before = self._report["stall_seconds"]
             assert isinstance(before, float)
             self._report["stall_seconds"] = before + time.monotonic() - started

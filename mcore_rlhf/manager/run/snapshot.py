@@ -207,8 +207,6 @@ def staged(snapshot: Snapshot, staging: HostStaging) -> Stream:
         return next((_changed(role, name) for role, name in found if name is not None), None)
 
     snapshot.files, snapshot.stream = staging.staged(snapshot.files, waits, changed)
-    if not snapshot.stream.waits:
-        snapshot.still = {}
     return snapshot.stream
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 
@@ -19,6 +20,7 @@ from .options import LOG
 from .stream import PIECE_BYTES, Lined, Share, Staged, Stream, as_bytes
 
 _ALIGNMENT = 64
+_Coming: TypeAlias = "tuple[StepFile, Segment]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +90,7 @@ class HostStaging:
         Args:
             files: In the order in which they are written.
             waits: Whether a segment of a role's folder stays as it is until :meth:`Stream.fence`; asked only where it matters. Where there
-                is no room for those that do not, none waits: all go through what room there is, and :attr:`Stream.waits` is false.
+                is no room for those that do not, they go in waves as well, first those of files that have no others, and are urgent.
             changed: See :class:`Stream`.
 
         Returns:
@@ -98,13 +100,15 @@ class HostStaging:
             self._let_go()
         coming = [(file, segment) for file in files for segment in file.live.segments]
         later = {id(segment) for file, segment in coming if waits(file.folder, segment)}
-        room, first = self._make(needed(files)), _bytes_of(one for _, one in coming if later and id(one) not in later)
-        crowded = first > 0 and first + PIECE_BYTES > room < needed(files)
-        if crowded:
-            self._say_once(first, room)
-            later, first = set(), 0
-        at_once = [(file, segment) for file, segment in coming if later and id(segment) not in later]
-        streamed = [(file, segment) for file, segment in coming if not later or id(segment) in later]
+        room = self._make(needed(files))
+        urgent = self._urgent(coming, later, room) if later and room < needed(files) else set()
+        files = sorted(
+            files, key=lambda file: (file.live.container is None, not _is_all(file, urgent))
+        )  # first its own
+        coming = [(file, segment) for file in files for segment in file.live.segments]
+        at_once = [one for one in coming if later and id(one[1]) not in later | urgent]
+        streamed = [one for one in coming if not later or id(one[1]) in later | urgent]
+        first = _bytes_of(segment for _, segment in at_once)
         ahead, behind = _lined_up(at_once), _lined_up(streamed)
         now = Stream(
             self._buffer[:first], ahead, {device: torch.cuda.current_stream(device) for device in _gpus_of(ahead)}
@@ -112,7 +116,10 @@ class HostStaging:
         now.queue()
         rest = min(room - first, _bytes_of(one for _, one in streamed))
         stream = Stream(self._buffer[first : first + rest], behind, self._side_streams(behind), changed)
-        stream.waits = not crowded
+        ends = [
+            start + one.nbytes for (start, _, _), (_, one) in zip(behind, streamed, strict=True) if id(one) in urgent
+        ]
+        stream.urgent = max(ends, default=0)
         self._last = now, stream
         shares = {
             id(segment): Staged(segment.label, segment.byte_offset, segment.nbytes, start, brings)
@@ -172,13 +179,23 @@ class HostStaging:
             with suppress(AttributeError):  # before torch 2.10
                 torch.accelerator.empty_host_cache()
 
-    def _say_once(self, first: int, room: int) -> None:
+    def _urgent(self, coming: Sequence[_Coming], later: set[int], room: int) -> set[int]:
+        """What cannot wait, and finds no room beside what can, so that it goes in waves while training waits."""
+        found = [(file, segment) for file, segment in coming if id(segment) not in later]
+        if _bytes_of(segment for _, segment in found) + PIECE_BYTES <= room:
+            return set()
+        mixed = {file.path for file, segment in coming if id(segment) in later}
+        beside = [segment for file, segment in found if file.path in mixed]
+        some = found
+        if _bytes_of(beside) + PIECE_BYTES <= room:  # training need not wait for what can
+            some = [(file, segment) for file, segment in found if file.path not in mixed]
         if not self._said:
             self._said = True
             LOG.warning(
                 "max_host_memory: %s of this rank's part may change at any time, for which its %s of host memory are too little beside the "
-                "rest: training waits inside save() until all is copied, in spite of lazy_snapshot", human(first), human(room),
+                "rest: training waits inside save() until they are written", human(_bytes_of(one for _, one in found)), human(room),
             )  # fmt: skip
+        return {id(segment) for _, segment in some}
 
     def _side_streams(self, sources: Sequence[Lined]) -> dict[torch.device, torch.cuda.Stream]:
         """A stream for each GPU, behind what training has queued."""
@@ -193,6 +210,10 @@ class HostStaging:
 def needed(files: Sequence[StepFile]) -> int:
     """Bytes of host memory that a copy of all their segments takes."""
     return _bytes_of(segment for file in files for segment in file.live.segments)
+
+
+def _is_all(file: StepFile, some: set[int]) -> bool:
+    return bool(some) and all(id(segment) in some for segment in file.live.segments)
 
 
 def _bytes_of(segments: Iterable[Segment]) -> int:

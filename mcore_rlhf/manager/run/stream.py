@@ -129,8 +129,8 @@ class Stream:
         self._error: BaseException | None = None
         self._cancelled = False
         self._begun = self._queued = False
-        self.waits = True
-        """Whether all that it brings stays as it is until :meth:`fence`."""
+        self.urgent = 0
+        """Before so many bytes have come, training may not go on: any of them may change at any time."""
         self._ended = threading.Event()
         self._news = threading.Condition()
 
@@ -269,21 +269,23 @@ class Stream:
         self._ended.wait()
         self._raise()
 
-    def fence(self, patience: float) -> bool:
+    def fence(self, patience: float, only_urgent: bool = False) -> bool:
         """Wait until live tensors may change; on a GPU, only let what is queued from now on wait.
 
         Args:
             patience: For how many seconds nothing may come.
+            only_urgent: Whether only what is :attr:`urgent` may change.
 
         Returns:
             False where nothing has come for so long.
         """
         with self._news:
-            while not (self._queued or self._cancelled):
+            while not (self._queued or self._cancelled or (only_urgent and self.copied >= self.urgent)):
                 if not self._news.wait(_LOOK_S) and time.monotonic() - self._moved > patience:
                     return False
             last = {} if self._cancelled else dict(self._side)
-        self.check()
+        if not only_urgent:
+            self.check()
         for device, stream in last.items():
             torch.cuda.current_stream(device).wait_stream(stream)
         return True

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
-from mcore_rlhf.manager.run.staging import HostStaging
+from mcore_rlhf.manager.run.staging import HostStaging, StepFile
 from mcore_rlhf.manager.run.stream import Stream
 from mcore_rlhf.manager.run.write import RankWriter
 from tests.helpers.latest import copied_at_the_latest
@@ -420,6 +422,42 @@ def test_a_limit_holds_also_where_what_training_changes_is_more(
             assert manager._saver._staging.nbytes <= 12 * MIB
             run.passes()
     assert saved(tmp_path, 1) == saved(tmp_path, 2) != saved(tmp_path, 3)
-    said = [record.getMessage() for record in caplog.records if "in spite of lazy_snapshot" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "training waits inside save()" in record.getMessage()]
     assert len(said) == 1
     assert "max_host_memory: 17.0 MB of this rank's part may change at any time" in said[0]
+
+
+def test_what_finds_no_room_beside_the_rest_is_waited_for_and_the_rest_is_not(tmp_path: Path) -> None:
+    """A reference has no optimizer that would wait, and is more than there is room for."""
+    run = Run(width=1200)
+    run.step()
+    reference = torch.nn.Linear(1600, 1600)
+    kept = reference.weight.detach().clone()
+    roles = {"actor": TorchEngine(run.model, run.optimizer), "reference": TorchEngine(reference)}
+    given = options(max_host_memory=9 * MIB)
+    with CheckpointManager(tmp_path, roles, options=given) as manager, slow_writes() as go_on:
+        manager.save(1)
+        stream = manager._saver._staging._last[-1]
+        with torch.no_grad():
+            reference.weight.zero_()
+        assert reference.weight.nbytes <= stream.copied < stream.nbytes, "of the actor, something is still to come"
+        go_on.set()
+        manager.save(2, blocking=True)
+        run.step()
+        manager.load(1)
+        assert torch.equal(reference.weight, kept)
+    assert saved(tmp_path, 1) == saved(tmp_path, 2)
+
+
+@contextmanager
+def slow_writes() -> Iterator[threading.Event]:
+    """Of the actor nothing is written before that is set."""
+    real, go_on = RankWriter._fill, threading.Event()
+
+    def fill(writer: RankWriter, file: StepFile, into: Any) -> Any:
+        if file.folder == "actor":
+            assert go_on.wait(30)
+        return real(writer, file, into)
+
+    with patch.object(RankWriter, "_fill", fill):
+        yield go_on
