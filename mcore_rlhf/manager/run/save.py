@@ -287,7 +287,7 @@ class Saver:
         """Be one of those of this host that save here, and take no more of its memory together than they may."""
         if self.options.max_host_memory is not None:  # other worlds save at other times
             pool = HostPool(self.root, self.options.max_host_memory, self.options.timeout / 2)
-            self._staging = HostStaging(pool, keeps=not self.world.is_one_of_several)
+            self._host_memory = HostStaging(pool, keeps=not self.world.is_one_of_several)
 
     def _share_memory(self, snapshot: Snapshot) -> None:
         """Each is given as large a part as of what all copy, so all say that first; collective."""
