@@ -63,7 +63,7 @@ class DistParts:
     """Where a trainer has what Megatron-core has in one folder of ``torch_dist``: in several, relative to a model's own.
 
     Args:
-        model: The folder of the weights.
+        model: The folder of the weights; empty where they are Hugging Face's files, in that of the description.
         optimizer: That of the optimizer and the scheduler.
         extra: That of the random states.
         scheduler: The key of the scheduler's state.

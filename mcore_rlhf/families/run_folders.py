@@ -91,8 +91,10 @@ def is_split(role: ReadablePath) -> bool:
     return (role / _MODEL).is_dir() and any((role / part).is_dir() for part in SPLIT_BESIDE)
 
 
-def split_beside(role: ReadablePath) -> tuple[str, ...]:
-    """The folders beside a role's model that are there, or that it says to have, relative to its own.
+def split_parts(role: ReadablePath) -> tuple[str, ...]:
+    """The folders with parts of a role's checkpoint that have something in them, or that it says to have, relative to its own.
+
+    verl makes the folders of all parts, also of those that it does not save.
 
     Args:
         role: A role's folder that :func:`is_split`.
@@ -102,7 +104,24 @@ def split_beside(role: ReadablePath) -> tuple[str, ...]:
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         said = ()
     listed = [entry.get("path") for entry in said if isinstance(entry, dict)]
-    return tuple(part for part in SPLIT_BESIDE if part in listed or (role / part).is_dir())
+    there = (part for part in SPLIT if (role / part).is_dir() and any((role / part).iterdir()))
+    return tuple(dict.fromkeys([*(part for part in SPLIT if part in listed), *there]))
+
+
+def split_beside(role: ReadablePath) -> tuple[str, ...]:
+    """Those of them beside the model."""
+    return tuple(part for part in split_parts(role) if part in SPLIT_BESIDE)
+
+
+def is_bridged(role: ReadablePath) -> bool:
+    """Whether a role's folder of verl's has its weights as a bridge writes them, as Hugging Face's files, and none of Megatron's.
+
+    That is verl's default: without ``use_dist_checkpointing`` its optimizer alone, and random states, are Megatron's.
+
+    Args:
+        role: A role's folder that :func:`is_split`.
+    """
+    return SPLIT_MODEL not in split_parts(role) and any((role / SPLIT_WEIGHTS).glob("*.safetensors"))
 
 
 def split_role(part: ReadablePath) -> ReadablePath | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Report
@@ -14,7 +14,7 @@ from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried, Leftover
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.torchzip import Directory
 from mcore_rlhf.storage.urls import open_files
 
@@ -263,6 +263,19 @@ class Source:
     unplaced: tuple[str, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
+
+
+def below(source: Source, root: ReadablePath) -> Source:
+    """The source with its files named from a folder further up.
+
+    Args:
+        source: An opened checkpoint, of which nothing is computed.
+        root: The folder.
+    """
+    inside = absolute(source.root).relative_to(absolute(root)).as_posix()
+    folder = "" if inside == "." else f"{inside}/"
+    files = tuple(replace(file, path=folder + file.path) for file in source.files)
+    return replace(source, root=root, catalog=source.catalog.below(folder), files=files)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Rule, same
+from mcore_rlhf.core.facts import Fate, Reason, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -23,7 +23,7 @@ from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles, of_ranks, rng_item
-from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer
+from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer, reason_of_name
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
 from mcore_rlhf.storage.pt import Pt, read_pt
@@ -73,7 +73,11 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
     tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
     folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, DESCRIBED, *tokenizer))
     if folder is not None:
-        index = (PIECES_INDEX.rpartition("/")[2],) if folder.name == DESCRIBED else ()
+        index = [PIECES_INDEX.rpartition("/")[2]] if folder.name == DESCRIBED else []
+        weights = [PurePosixPath(file.path) for file in source.files if reason_of_name(file.path) is Reason.WEIGHTS]
+        index += [
+            file.name for file in weights if source.root / file.parent == folder
+        ]  # in which the weights themselves lie
         carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
     else:
         carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None

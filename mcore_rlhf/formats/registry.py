@@ -44,12 +44,13 @@ from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
 from .hf_trainer import HfRunFormat
 from .megatron import FORMAT as MEGATRON
-from .megatron_dist import FORMAT as MEGATRON_DIST
+from .megatron_dist import MegatronDistFormat
 from .peft import FORMAT as PEFT
 from .torch_file import FORMAT as TORCH
 from .universal import FORMAT as UNIVERSAL
 
 _WEIGHTS = (HF, PEFT, APART)
+MEGATRON_DIST = MegatronDistFormat(HF)
 HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS)
 FORMATS: tuple[Format, ...] = (
     MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,

@@ -248,7 +248,9 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
         publish(conversion_of(job, options), into, options, progress)
     in_parts = any(planned.target.described for planned in job.jobs.values())
     job.published, job.trainer = folder, trainer.name
-    job.told = _told(trainer, root, step, folder, in_parts=in_parts)
+    parts = options.write.run_of.parts if in_parts else None
+    told = f"{trainer.told} {parts.told}" if parts is not None else trainer.told
+    job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
     track(root, trainer, step, fsync=options.fsync)
     return job
 
@@ -264,11 +266,6 @@ def _refuse_of_others(root: ReadablePath, trainer: Trainer) -> None:
         raise UsageError(
             f"{root}: is a run of {run.trainer.title}\nGive the one for {trainer.title} a root of its own."
         )
-
-
-def _told(trainer: Trainer, root: ReadablePath, step: int, folder: ReadablePath, *, in_parts: bool) -> str:
-    told = f"{trainer.told} {trainer.parts.told}" if in_parts and trainer.parts is not None else trainer.told
-    return f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
 
 
 def convert_part(

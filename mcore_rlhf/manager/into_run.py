@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from mcore_rlhf.core.account import Fate, Item, Kind, Report
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
@@ -17,11 +18,11 @@ from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, RunOf
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles
-from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
-from mcore_rlhf.storage.urls import write_text
+from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
 from mcore_rlhf.trainers.table import STEP, Trainer
 
@@ -29,7 +30,8 @@ from .rlhf.data_state import WHERE
 from .runs import run_at
 from .subject import Subject
 
-_LAYOUTS = ("tp", "pp", "vpp", "ep", "etp", "pipeline_layout")
+_DEGREES = ("tp", "pp", "vpp", "ep", "etp")
+_LAYOUTS = (*_DEGREES, "pipeline_layout")
 """Options that mean a Megatron layout."""
 _SAMPLES = "consumed_train_samples"
 _STATEFUL, _DATA = "stateful", "data"
@@ -61,11 +63,26 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         raise Unsupported(
             f"--to {trainer.name}: runs of {trainer.title} are read, and not written as a whole\nWritten are: {writable}."
         )
-    megatron = any(getattr(options.write, name) is not None for name in _LAYOUTS)
+    like, write = _like(options, trainer), options.write
+    degrees = {name: getattr(write, name) for name in _LAYOUTS}
+    if like is not None and not any(degree is not None for degree in degrees.values()):
+        shown = open_checkpoint(like, options.read, partial=True).parallel
+        degrees = {name: getattr(shown, name) for name in _DEGREES}
+        write = replace(write, **{"dp": shown.dp, **degrees} if write.dp is None else degrees)
+    megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts)
-    return replace(options, to=to, trainer=trainer.name, write=replace(options.write, run_of=run))
+    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like))
+    return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
+
+
+def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
+    """The model in Megatron's format that shows where the run has its parts; None where there is none."""
+    if options.write.like is None or not trainer.parts:
+        return None
+    path = checkpoint_path(Path(options.write.like).expanduser(), follow_links=options.read.follow_links)
+    found = format_at(path) if path.is_dir() else None
+    return path if found is not None and Takes.MEGATRON in found.takes else None
 
 
 @dataclass(slots=True)

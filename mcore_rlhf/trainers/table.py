@@ -65,7 +65,8 @@ class Trainer:
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
-        parts: Where a model in ``torch_dist`` has its parts; None where they are one folder.
+        parts: Where a model in ``torch_dist`` has its parts: the usual way first, and others, of which a checkpoint of a run shows which
+            is its own; none where they are one folder.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -89,7 +90,7 @@ class Trainer:
     second_group: tuple[str, ...] = ()
     wants_schedule: bool = False
     formats: tuple[str, ...] = ()
-    parts: DistParts | None = None
+    parts: tuple[DistParts, ...] = ()
     told: str = ""
 
     @property
@@ -100,6 +101,19 @@ class Trainer:
     def place_of(self, role: str) -> str | None:
         """Where a role's model is written in a step, or in the root of a run by role; None where the trainer has no such role."""
         return self.roles[role][0] if role in self.roles else None
+
+    def parts_like(self, like: ReadablePath | None) -> DistParts | None:
+        """Where a model in ``torch_dist`` has its parts, as one that the run saved shows it; None where they are one folder.
+
+        Args:
+            like: That model's folder.
+        """
+        shown = (
+            one
+            for one in self.parts
+            if like is not None and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors")
+        )
+        return next(shown, next(iter(self.parts), None))
 
     def folder_of(self, step: int) -> str:
         """The name of a step's folder."""

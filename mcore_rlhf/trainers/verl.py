@@ -10,11 +10,20 @@ weights in ``torch_dist``: see ``loaders/verl_megatron.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_rlhf.families.options import DistParts
 from mcore_rlhf.families.run_folders import CONTENTS, SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS
 
 from .table import Trainer
 
+_SCHEDULE = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True"
+_PARTS = DistParts(
+    SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
+    "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
+    f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
+    f"{_SCHEDULE}",
+)  # fmt: skip
 TRAINER = Trainer(
     name="verl",
     title="verl",
@@ -27,11 +36,6 @@ TRAINER = Trainer(
     tracker="latest_checkpointed_iteration.txt",
     data="data.pt",
     formats=("fsdp-ranks", "megatron-dist"),
-    parts=DistParts(
-        SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
-        "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
-        f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
-        "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True",
-    ),
+    parts=(_PARTS, replace(_PARTS, model="", told=_SCHEDULE)),
     told="trainer.default_local_dir={root} trainer.resume_mode=auto",
 )  # fmt: skip

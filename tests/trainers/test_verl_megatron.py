@@ -14,15 +14,21 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import verify
 from tests.trainers import lab as labs
 
-RELEASE = "0.9.1"
+RELEASE, BRIDGE = "0.9.1", "mbridge-0.15.1"
 Seen = list[dict[str, Any]]
 CASES: dict[str, dict[str, Any]] = {
     "buckets": {"parallel": {"tp": 2}},
     "parameters": {"parallel": {"pp": 2}, "fully": True, "tied": True},
     "experts": {"parallel": {"ep": 2, "dp": 2}, "experts": 4},
+    "chunks": {"parallel": {"pp": 2, "vpp": 2}, "layers": 4},
+    "critic": {"parallel": {"tp": 2}, "critic": True},
+    "bridged critic": {"parallel": {"tp": 2}, "critic": True, "bridge": True},
+    "bridged": {"parallel": {"tp": 2}, "bridge": True},
+    "bridged parameters": {"parallel": {"pp": 2}, "fully": True, "tied": True, "bridge": True},
 }  # fmt: skip
-"""How verl stores the optimizer: flat buckets, which is its default, and parameter by parameter; and experts, with one of their own."""
-DENSE = ("buckets", "parameters")
+"""How verl stores the optimizer: flat buckets, which is its default, and parameter by parameter; and experts, with one of their own; and
+the weights: Megatron's, or, which is its default, Hugging Face's by a bridge."""
+DENSE = ("buckets", "parameters", "bridged", "bridged parameters")
 
 
 class Lab(labs.Lab):
@@ -30,15 +36,19 @@ class Lab(labs.Lab):
 
     def carry_out(self, world: int, do: Sequence[tuple[str, object]], release: str = RELEASE, **how: Any) -> Seen:
         """Carry orders out in processes of their own."""
-        return self.run("verl_megatron_job", [f"verl-{release}", "needs"], world, do, **how)
+        return self.run("verl_megatron_job", [f"verl-{release}", BRIDGE, "needs"], world, do, **how)
 
     def trained(self, case: str) -> tuple[Path, Seen]:
         """The role's folder of a run of three steps, and what it saw in two more."""
         path = self.folder / case / "global_step_3" / "actor"
         if case not in self.before:
-            seen = self.carry_out(2, [("train", 3), ("save", path), ("train", 2)], **CASES[case])
+            seen = self.carry_out(2, [("train", 3), ("save", path), ("train", 2)], **self.how(case))
             self.before[case] = path, seen[3:]
         return self.before[case]
+
+    def how(self, case: str) -> dict[str, Any]:
+        """What its orders say of a case."""
+        return {**CASES[case], **({"base": str(self.base(case))} if CASES[case].get("bridge") else {})}
 
     def base(self, case: str) -> Path:
         """The folder of the model that is trained, as Hugging Face has it: without weights."""
@@ -74,13 +84,15 @@ def test_what_verl_saves_is_read_whole(lab: Lab, case: str) -> None:
     assert job.lossless
     seen = lab.carry_out(2, [("load", target), ("train", 2)], **{**CASES[case], "seed": 7})
     assert seen == wanted
+    bridged = bool(CASES[case].get("bridge"))
+    assert ("model/huggingface/model.safetensors" in {file.path for file in source.files}) == bridged
 
 
 @pytest.mark.parametrize("case", DENSE)
 def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None:
     """As its own files, and through Megatron's and Hugging Face's: the losses of the run that went on."""
     run, wanted = lab.trained(case)
-    layout = {**CASES[case]["parallel"], "dp": 1}
+    layout = {"like": str(run)} if CASES[case].get("bridge") else {**CASES[case]["parallel"], "dp": 1}
     there: dict[str, dict[str, Any]] = {
         "megatron": {"tp": 1, "pp": 1, "dp": 1},
         "hf": {"with_optimizer": True, "reference_config": str(lab.base(case))},
@@ -93,7 +105,7 @@ def test_verl_goes_on_from_what_was_made_of_its_run(lab: Lab, case: str) -> None
     for to, root in roots.items():  # one after the other, each in a new run: Megatron's scheduler adds what it loads
         contents = ["model", "optimizer", *([] if to == "hf" else ["extra"])]  # new random states are those of a GPU
         do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
-        seen = lab.carry_out(2, do, **{**CASES[case], "seed": 7, "load_contents": contents})
+        seen = lab.carry_out(2, do, **{**lab.how(case), "seed": 7, "load_contents": contents})
         assert seen == wanted, to
 
 

@@ -147,6 +147,33 @@ def test_layouts_that_verl_refuses(lab: Lab, steps: tuple[list[Path], list[dict[
     assert not wrong, "\n".join(map(str, wrong))
 
 
+def test_weights_that_a_bridge_loads(lab: Lab, tmp_path: Path) -> None:
+    """verl's default: its own step and ours with weights as Hugging Face's files, whole, without a file, or without a weight."""
+    from safetensors.torch import load_file, save_file
+
+    how = {**HOW, "base": str(lab.base("bridged"))}
+    run = lab.folder / "bridged" / "global_step_3" / "actor"
+    wanted = lab.carry_out(1, [("train", 3), ("save", run), ("train", 2)], **how)[3:]
+    ours, _ = lab.convert(run, "verl", "bridged-ours", like=str(run))
+    (ours / "global_step_3" / "manifest.json").unlink()
+    copies = []
+    for whose, role in (("verl's", run), ("ours", ours / "global_step_3" / "actor")):
+        copies.append((copied(role, tmp_path / whose), f"{whose}, whole"))
+        for part, file in (("model/huggingface", "model.safetensors"), ("model/huggingface", "config.json"),
+                           ("optimizer/dist_ckpt", ".metadata"), ("extra/dist_ckpt", "metadata.json")):  # fmt: skip
+            copy = copied(role, tmp_path / f"{whose}{file}")
+            (copy / part / file).unlink()
+            copies.append((copy, f"{whose}, without {part}/{file}"))
+        for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+            copy = copied(role, tmp_path / f"{whose}{name}")
+            weights = load_file(file := copy / "model" / "huggingface" / "model.safetensors")
+            save_file({key: value for key, value in weights.items() if key != name}, file)
+            copies.append((copy, f"{whose}, without {name}"))
+    settings = {"actor.optim.use_checkpoint_opt_param_scheduler": True}
+    wrong = compared(lab, copies, wanted, settings, base=how["base"])
+    assert not wrong, "\n".join(map(str, wrong))
+
+
 WANTED = {"model": Thing.WEIGHTS, "optimizer": Thing.OPTIMIZER, "extra": Thing.RNG}
 
 

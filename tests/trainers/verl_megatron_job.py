@@ -2,16 +2,17 @@
 
 ``python -m tests.trainers.verl_megatron_job ORDERS RANK``, with the packages of verl on the path. Nothing of verl is stubbed. Model, DDP,
 optimizer and schedule are megatron-core's own, on the stand-ins for a GPU of :mod:`mcore_rlhf.demo`; verl's engine makes them the same way
-(``verl/workers/engine/megatron/transformer_impl.py``, 0.9.1), out of a base model that there is none of here. The random generators of this
-process alone are saved, as verl does: no device's. For 0.7.0, a class of transformers that newer releases lack has another one in its
-place, and a field of newer releases of megatron-core, which it cannot write as JSON, is empty.
+(``verl/workers/engine/megatron/transformer_impl.py``, 0.9.1), out of a base model that there is none of here. Weights as Hugging Face's
+files are saved and loaded by mbridge's own bridge, which is told the names of norms that are modules of their own. The random generators
+of this process alone are saved, as verl does: no device's. For 0.7.0, a class of transformers that newer releases lack has another one in
+its place, and a field of newer releases of megatron-core, which it cannot write as JSON, is empty.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mcore_rlhf.demo.trainer import Trainer
 
@@ -30,13 +31,13 @@ _found = _LazyModule.__getattr__
 _LazyModule.__getattr__ = lambda self, name: _found(
     self, "AutoModelForImageTextToText" if name == "AutoModelForVision2Seq" else name
 )
-stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp", "mbridge")
+stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp")
 
 
 def model_of(orders: dict[str, Any]) -> TinyGPT:
     """The model; verl pads no vocabulary, so its size is one that needs none."""
     return TinyGPT(
-        num_layers=2, vocab_size=128, dropout=0.0, dtype=orders.get("dtype", "bf16"),
+        num_layers=orders.get("layers", 2), value_head=orders.get("critic", False), vocab_size=128, dropout=0.0, dtype=orders.get("dtype", "bf16"),
         untie_embeddings_and_output_weights=not orders["tied"], num_experts=orders.get("experts"),
     )  # fmt: skip
 
@@ -85,12 +86,33 @@ def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
     checkpoint = {
         "load_contents": orders.get("load_contents", contents), "save_contents": contents, "async_save": False,
     }  # fmt: skip
-    hf = LlamaConfig(vocab_size=128)
+    hf = LlamaConfig.from_pretrained(orders["base"]) if "base" in orders else LlamaConfig(vocab_size=128)
+    bridge = bridge_of(hf, trainer, orders["base"]) if "base" in orders else None
     return MegatronCheckpointManager(
         config, OmegaConf.create(checkpoint), hf, trainer.config, "actor", trainer.chunks, "LlamaForCausalLM", hf,
         trainer.config.params_dtype, False, None, trainer.optimizer, trainer.scheduler, True,
-        use_checkpoint_opt_param_scheduler=orders.get("schedule", True), use_dist_checkpointing=True,
+        use_checkpoint_opt_param_scheduler=orders.get("schedule", True), use_dist_checkpointing=bridge is None, bridge=bridge,
     )  # fmt: skip
+
+
+def bridge_of(hf: Any, trainer: Trainer, base: str) -> Any:
+    """mbridge's own, with the names of norms that are modules of their own beside those of Transformer Engine, of which it knows alone."""
+    from mbridge.models.llama import LLaMABridge
+
+    class Bridge(LLaMABridge):
+        _OTHER_MAPPING: ClassVar = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
+        _MLP_MAPPING: ClassVar = {
+            **LLaMABridge._MLP_MAPPING, "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+        }  # fmt: skip
+
+        def _build_config(self) -> Any:
+            return trainer.config
+
+    found = Bridge(hf, dtype=trainer.config.params_dtype)
+    found.safetensor_io = found._get_safetensor_io(
+        base
+    )  # as loading the base model, of which there are no weights here, leaves it
+    return found
 
 
 if __name__ == "__main__":

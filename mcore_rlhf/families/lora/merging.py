@@ -13,8 +13,8 @@ from dataclasses import replace
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.source import Computed, Names, Source, bytes_of
-from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.families.source import Computed, Names, Source, below, bytes_of
+from mcore_rlhf.storage.paths import absolute
 from mcore_rlhf.storage.records import record_of
 
 from .base_model import BaseModel, ModelFingerprint, fingerprint, sampled
@@ -74,15 +74,7 @@ def _side_by_side(a: Source, b: Source) -> tuple[Source, Source]:
     """
     roots = [absolute(source.root) for source in (a, b)]
     common = next(folder for folder in (roots[0], *roots[0].parents) if roots[1].is_relative_to(folder))
-    first, second = (_moved(source, common, root) for source, root in zip((a, b), roots, strict=True))
-    return first, second
-
-
-def _moved(source: Source, root: ReadablePath, old: ReadablePath) -> Source:
-    below = old.relative_to(root).as_posix()
-    folder = "" if below == "." else f"{below}/"
-    files = tuple(replace(file, path=folder + file.path) for file in source.files)
-    return replace(source, root=root, catalog=source.catalog.below(folder), files=files)
+    return below(a, common), below(b, common)
 
 
 _UNCHECKED: Rule[Source] = Rule(

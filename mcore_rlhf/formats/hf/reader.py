@@ -9,10 +9,10 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_WEIGHTS, split_beside, split_role
+from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS, split_parts, split_role
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
 from mcore_rlhf.formats.checksums import listed_at
@@ -20,6 +20,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import method_of
 from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
+from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, has_pieces
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
@@ -54,20 +55,25 @@ def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
 
 
 def _beside(path: ReadablePath, options: ReadOptions) -> Sequence[str]:
-    """What belongs to these weights and lies in other folders of their role, which nobody joins with them.
+    """What belongs to these weights and lies in other folders of their role.
 
     Raises:
-        Unsupported: It is an optimizer, and wanted.
+        Incomplete: The role says that it has Megatron's weights, too, and they are gone.
+        Unsupported: There is an optimizer, and it is wanted: who opens the role gets both.
     """
     role = split_role(path)
-    there = () if role is None else split_beside(role)
-    optimizer = SPLIT_BESIDE[0]
-    if role is not None and options.optimizer and optimizer in there:
+    parts = () if role is None else split_parts(role)
+    if role is not None and options.optimizer and SPLIT_BESIDE[0] in parts:
+        if SPLIT_MODEL in parts and not (role / SPLIT_MODEL / METADATA_FILE).is_file():
+            raise Incomplete(
+                f"{role / SPLIT_MODEL / METADATA_FILE}: missing; the checkpoint has a folder for it, or says so\n"
+                "Copy the folder again, or use an older step."
+            )
         raise Unsupported(
-            f"{role / optimizer}: the optimizer of these weights, under Megatron's names and cut as its ranks had it; the weights are "
-            "Hugging Face's; nothing joins the two\nSave the run with use_dist_checkpointing, or convert the weights alone."
+            f"{role / SPLIT_BESIDE[0]}: the optimizer of these weights, under Megatron's names and cut as its ranks had it\n"
+            f"Give {role}, which has both; or convert the weights alone."
         )
-    return there
+    return tuple(part for part in parts if part in SPLIT_BESIDE)
 
 
 def _step(path: ReadablePath) -> int:

@@ -15,14 +15,29 @@ from mcore_rlhf.storage.paths import ReadablePath
 
 
 class MegatronDistFormat(Format):
-    """The ``torch_dist`` checkpoint format of Megatron-core."""
+    """The ``torch_dist`` checkpoint format of Megatron-core.
+
+    Args:
+        weights: The format of weights that a trainer has in the place of Megatron's own, beside the optimizer.
+    """
 
     name = "megatron-dist"
     family = "megatron"
-    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.MEGATRON, Takes.TORCH_DIST, Takes.DTYPE, Takes.RNG)
+    takes = (
+        Takes.MODEL_PARALLEL,
+        Takes.DATA_PARALLEL,
+        Takes.MEGATRON,
+        Takes.TORCH_DIST,
+        Takes.DTYPE,
+        Takes.RNG,
+        Takes.LIKE,
+    )
     tracker = TRACKER
     markers = ("iter_*", "release", "dist_ckpt", "model", "metadata.json", ".metadata", "common.pt")
     tokenizer_beside = True
+
+    def __init__(self, weights: Format) -> None:
+        self.weights = weights
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
@@ -39,13 +54,10 @@ class MegatronDistFormat(Format):
         """Open a checkpoint."""
         from .reader import read_dist
 
-        return read_dist(path, options)
+        return read_dist(path, options, self.weights)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new checkpoint."""
         from .writer import dist_target
 
-        return dist_target(source, options)
-
-
-FORMAT: Format = MegatronDistFormat()
+        return dist_target(source, options, self.weights)

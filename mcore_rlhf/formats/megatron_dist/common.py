@@ -43,15 +43,17 @@ Tree = dict[object, object]
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"
 
 
-def of_optimizer(tree: Tree, scheduler: str) -> Tree:
+def of_optimizer(tree: Tree, scheduler: str, *, alone: bool) -> Tree:
     """What of it lies beside an optimizer that has a folder of its own.
 
     Args:
         tree: All of it.
         scheduler: What the scheduler's state is called there.
+        alone: Whether no other folder has what belongs to the model, either.
     """
     named = {_OPTIMIZER: _OPTIMIZER, _SCHEDULER: scheduler, CONTENT: CONTENT}
-    return {new: tree[old] for old, new in named.items() if old in tree}
+    more = of_model(tree) if alone else {}
+    return {**more, **{new: tree[old] for old, new in named.items() if old in tree}}
 
 
 def of_model(tree: Tree) -> Tree:

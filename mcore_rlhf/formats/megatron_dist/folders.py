@@ -20,7 +20,15 @@ from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.folders import Located, locate
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import INNER, SPLIT_BESIDE, SPLIT_MODEL, is_split, split_beside, split_role
+from mcore_rlhf.families.run_folders import (
+    INNER,
+    SPLIT_BESIDE,
+    SPLIT_MODEL,
+    is_bridged,
+    is_split,
+    split_beside,
+    split_role,
+)
 from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
@@ -64,9 +72,9 @@ def is_dist_folder(path: ReadablePath) -> bool:
 
 
 def role_part(path: ReadablePath) -> ReadablePath | None:
-    """Where the model lies in a role's folder of verl's; None where the folder is none, or its model is not Megatron's."""
-    parts = [path / INNER, *([path / SPLIT_MODEL] if is_split(path) else ())]
-    return next((part for part in parts if is_dist_folder(part)), None)
+    """Where the model lies in a role's folder of verl's, or of one whose weights are Hugging Face's files the optimizer; None elsewhere."""
+    split = ([path / SPLIT_MODEL, *([path / SPLIT_BESIDE[0]] if is_bridged(path) else ())]) if is_split(path) else ()
+    return next((part for part in (path / INNER, *split) if is_dist_folder(part)), None)
 
 
 def is_fsdp_folder(path: ReadablePath) -> bool:
@@ -94,8 +102,7 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
         Incomplete: Its save was not finished.
         Unsupported: It is one of another backend of Megatron-core's, or has no arguments.
     """
-    path = role_part(path) or path
-    located = _in_role(locate(path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}"))
+    located = _in_role(locate(role_part(path) or path, step, is_dist_folder, f"{CONFIG} and {METADATA_FILE}"), path)
     folder = located.folder
     config = _config(folder)
     if is_fsdp_folder(folder) or is_torch_dcp_folder(folder):
@@ -119,8 +126,12 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
     return located
 
 
-def _in_role(located: Located) -> Located:
+def _in_role(located: Located, given: ReadablePath) -> Located:
     """The same, relative to the role's folder where that has the optimizer in a folder of its own.
+
+    Args:
+        located: A folder.
+        given: What it was found by.
 
     Raises:
         UsageError: It is that folder: it holds no model.
@@ -129,7 +140,7 @@ def _in_role(located: Located) -> Located:
     if role is None:
         return located
     part = absolute(located.folder).relative_to(role).as_posix()
-    if part in SPLIT_BESIDE:
+    if part in SPLIT_BESIDE and absolute(given) != role:
         raise UsageError(f"{located.folder}: holds no model, only what belongs to one\nGive {role}, which has both.")
     enclose(role)  # whoever named the model's part alone gets the others with it
     return Located(role, role / part, None)
@@ -141,14 +152,16 @@ def _beside(located: Located) -> tuple[str, ...]:
     Raises:
         Incomplete: One is missing.
     """
-    there = () if split_role(located.folder) is None else split_beside(located.root)
+    role = split_role(located.folder)
+    parts = () if role is None else split_beside(role)
+    there = [part for part in parts if located.root / part != located.folder]
     problems = Problems()
     for part in there:
         if not (located.root / part / METADATA_FILE).is_file():
             text = f"{located.root / part / METADATA_FILE}: missing; the checkpoint has a folder for it, or says so"
             problems.add(Incomplete, text, "Copy the folder again, or use an older step.")
     problems.raise_if_any()
-    return there
+    return tuple(there)
 
 
 def _check_version(file: ReadablePath, config: dict[str, object]) -> None:

@@ -4,9 +4,8 @@ stacked tensors when asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import (
@@ -14,16 +13,8 @@ from mcore_rlhf.core.catalog import (
     FLOAT16,
     MASTER,
     PARAM,
-    Box,
-    Chunk,
-    Shape,
-    TensorName,
-    dot,
-    flat_boxes,
-    row_major,
 )
-from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import Incomplete, LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
@@ -35,7 +26,6 @@ from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     SCHEDULER_KEYS,
-    MegatronTensors,
     note_frozen,
     note_scheduler,
     scheduler_in,
@@ -43,19 +33,21 @@ from mcore_rlhf.families.megatron.state import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, registration_order
-from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.dcp.folder import DcpObject, DcpTensor
+from mcore_rlhf.models.spec import ModelSpec
+from mcore_rlhf.storage.dcp.folder import DcpObject
 from mcore_rlhf.storage.paths import ReadablePath
 
+from .bridged import BridgedWeights, described, with_weights
 from .buckets import FlatStates
 from .complete import require_entries
 from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, is_torch_dcp_folder, locate_dist
 from .fsdp import FsdpFolder
 from .modelopt import modelopt_in
-from .names import Home, Parameters, SpecFinder, Spelling, spelling_of_keys
+from .names import Spelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
     CONTENT,
@@ -65,7 +57,9 @@ from .optimizer import (
     read_optimizer,
     trained_states,
 )
+from .parameters import Parameters, SpecFinder
 from .run_config import TRAIN_STATE, UNTIED, TrainState, arguments_beside, train_state_beside
+from .tensors import DistTensors
 from .torch_dcp import TorchDcpFolder
 
 _FAULT = (
@@ -77,12 +71,13 @@ _FAULT = (
 _PLACED = {"args", "optimizer", "rng_state", CONTENT, *SCHEDULER_KEYS}
 
 
-def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
+def read_dist(path: ReadablePath, options: ReadOptions, weights: Format) -> Source:
     """Open a checkpoint.
 
     Args:
         path: A root with a tracker, or an ``iter_XXXXXXX`` folder.
         options: Which step, which rules.
+        weights: The format of weights that lie beside a folder which has none.
 
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
@@ -91,24 +86,27 @@ def read_dist(path: ReadablePath, options: ReadOptions) -> Source:
     kinds = ((is_fsdp_folder, FsdpFolder), (is_torch_dcp_folder, TorchDcpFolder))
     kind = next((kind for is_kind, kind in kinds if is_kind(located.folder)), DistFolder)
     folder = kind.open(located, options)
-    if not folder.model:
-        raise Incomplete(f"{located.folder}: holds no tensor of a model")
+    bridged = None if folder.model else BridgedWeights.of(folder, weights, options)
+    if bridged is not None and not options.optimizer:
+        return bridged.alone(folder.located)
     stored = folder.top.get("iteration")
     if located.iteration is not None and stored is not None and stored != located.iteration:
         raise LayoutMismatch(
             f"{located.folder.name}: the folder is of iteration {located.iteration}, {folder.common_file} is of iteration {stored}\n"
             "Files of two checkpoints are mixed, or a folder was renamed."
         )
-    return _DistReader(folder, options).source()
+    return _DistReader(folder, options, bridged).source()
 
 
 class _DistReader:
     """Builds the Source of an opened folder."""
 
-    def __init__(self, folder: DistFolder, options: ReadOptions) -> None:
-        self.folder, self.options, self.notes = folder, options, Report()
+    def __init__(self, folder: DistFolder, options: ReadOptions, bridged: BridgedWeights | None) -> None:
+        self.folder, self.options, self.bridged, self.notes = folder, options, bridged, Report()
         self.train_state = self._train_state()
         self.args = self._arguments()
+        self.weights = self._weights()
+        folder = self.folder
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)
@@ -140,9 +138,21 @@ class _DistReader:
             return Arguments(stored, f"args in {self.folder.common_file}")
         self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {file} beside it")
         counters = {} if self.train_state is None else self.train_state.counters
-        tied = {UNTIED: OUTPUT in self.folder.model}  # which the fields of a TransformerConfig do not say
+        model = self.folder.model
+        tied = {UNTIED: OUTPUT in model} if model else {}  # which the fields of a TransformerConfig do not say
         where = f"{located.folder.name}/{file}" if (located.folder / file).is_file() else file
         return Arguments({**tied, **beside, **counters}, f"args in {where}")
+
+    def _weights(self) -> Source | None:
+        """Those that lie elsewhere, under Megatron's names; the folder gets their keys."""
+        if self.bridged is None:
+            return None
+        seen = self.bridged.in_megatron(self.args, self.options)
+        self.args = described(self.args, seen.state.args)
+        self.folder = with_weights(self.folder, seen, self.args)
+        text = f"the weights are those of {self.bridged.place}, under Hugging Face's names, with Megatron's optimizer beside"
+        self.notes.add(Fate.NOTE, text)
+        return seen
 
     def source(self) -> Source:
         """The checkpoint."""
@@ -155,7 +165,7 @@ class _DistReader:
         model = self._with_frozen(model, own)
         masters = self.folder.tensors.get(MASTER, {}) if self.unrounded else {}
         tensors = self.folder.tensors if self.options.optimizer else {PARAM: self.folder.model, MASTER: masters}
-        stored = _StoredTensors(
+        stored = DistTensors(
             role=role,
             model=model,
             states=self.optimizer.states or ((MASTER,) if masters else ()),
@@ -164,6 +174,7 @@ class _DistReader:
             tensors=tensors,
             axes=self.parameters.axes,
             flat=flat,
+            weights=None if self.weights is None else self.weights.catalog,
             own=own,
         )
         shards = dist_ranks(self.folder, self.parallel, opaque)
@@ -191,7 +202,12 @@ class _DistReader:
             parallel=self.parallel,
             catalog=stored.table(),
             state=self._state({} if modelopt is None else {MODELOPT: modelopt}),
-            files=(*self.folder.files(), *its_files, *self._counted()),
+            files=(
+                *self.folder.files(),
+                *its_files,
+                *self._counted(),
+                *(() if self.weights is None else self.weights.files),
+            ),
             states=stored.states,
             optimizer=self.optimizer.kind,
             notes=self.notes,
@@ -373,125 +389,3 @@ def _left_out(names: Iterable[str], args: Arguments) -> set[str]:
     if args.transformer_engine:
         found |= {module for module in modules if module.endswith("norm")}
     return {f"{module}.{EXTRA}" for module in found}
-
-
-@dataclass(slots=True)
-class Slices:
-    """The chunks of one stacked tensor by layer and expert.
-
-    Args:
-        tensor: The stored tensor.
-        shape: Whole shape of the parameters' stack: the tensor's own, but for reformulated states (see :func:`_cells`).
-        axes: How many leading dimensions count layers and experts.
-    """
-
-    tensor: DcpTensor
-    shape: Shape
-    axes: int
-    _by_index: dict[Shape, list[Box]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for box in self.tensor.boxes:
-            spans = zip(box.offset[: self.axes], box.shape[: self.axes], strict=True)
-            for index in product(*(range(start, start + count) for start, count in spans)):
-                self._by_index.setdefault(index, []).append(box)
-
-    def holds(self, index: Shape) -> bool:
-        """Whether anything of the parameter at an index is stored."""
-        return index in self._by_index
-
-    def at(self, index: Shape) -> Iterator[Chunk]:
-        """Where the parameter at an index lies, in its own coordinates."""
-        for box in self._by_index.get(index, ()):
-            chunk = self.tensor.folder.chunk(self.tensor, box)
-            if len(box.shape) > len(self.shape):
-                yield from _cells(chunk, self.tensor.global_shape, self.shape, self.axes)
-                continue
-            inner = Box((*index, *box.offset[self.axes :]), ((1,) * self.axes + box.shape[self.axes :]))
-            yield _without_axes(chunk.narrow(inner), self.axes)
-
-
-def _without_axes(chunk: Chunk, axes: int) -> Chunk:
-    box = Box(chunk.box.offset[axes:], chunk.box.shape[axes:])
-    return replace(chunk, box=box, strides=chunk.strides[axes:])
-
-
-def _cells(chunk: Chunk, grid: Shape, shape: Shape, axes: int) -> Iterator[Chunk]:
-    """Flattened ranges of local tensors: a state of shape (X, Y) that is cut into local parts (x, y) is stored as
-    (X / x, Y / y, x · y), and each chunk is a range of the last dimension.
-
-    Source: megatron-core 0.13, ``dist_checkpointing/strategies/torch.py`` (``sharded_tensor_to_torch_sharded_tensor``).
-    """
-    cell = tuple(whole // count for whole, count in zip(shape, grid[:-1], strict=True))
-    origin = tuple(-at * n for at, n in zip(chunk.box.offset[:-1], cell, strict=True))
-    first, strides = chunk.box.offset[-1], row_major(cell)
-    for part in flat_boxes(cell, first, first + chunk.box.shape[-1]):
-        start = chunk.start + dot(part.offset, strides) - first
-        yield _without_axes(Chunk(part.shift(origin), chunk.record, start, strides), axes)
-
-
-def placed(chunk: Chunk, home: Home, first: int) -> Chunk:
-    """A chunk in the coordinates of the parameter, given those of what lies at its home.
-
-    Args:
-        chunk: The chunk.
-        home: The parameter's home.
-        first: The parameter's row at which it begins.
-    """
-    offset = home.turned(chunk.box.offset)
-    if first:
-        offset = (offset[0] + first, *offset[1:])
-    return Chunk(Box(offset, home.turned(chunk.box.shape)), chunk.record, chunk.start, home.turned(chunk.strides))
-
-
-@dataclass(slots=True)
-class _StoredTensors(MegatronTensors):
-    """Where the elements of every tensor lie.
-
-    Args:
-        homes: For each parameter, where it lies.
-        tensors: By state and key.
-        axes: For each key, how many dimensions count layers and experts.
-        flat: Finds states in flat buckets; None where each has a tensor like its parameter's.
-    """
-
-    homes: Mapping[str, tuple[Home, ...]]
-    tensors: Mapping[str, Mapping[str, DcpTensor]]
-    axes: Mapping[str, int]
-    flat: FlatStates | None = None
-    _slices: dict[tuple[str, str], Slices] = field(default_factory=dict)
-
-    def tensor(self, spec: ParamSpec, name: TensorName) -> Tensor | None:
-        """One of them; the ends of its items are read when somebody asks where it lies."""
-        if self.flat is not None and name.state != PARAM:
-            dtype = self.flat.dtype(name.param, name.state)
-            if dtype is not None:
-                return Tensor(spec.global_shape, dtype, lambda rows: rows.strips(self.flat_chunks(name)))
-        for home in self.homes[name.param]:
-            slices = self._slices_of(name.state, home.key)
-            if slices is not None and slices.holds(home.index):
-                return Tensor(spec.global_shape, slices.tensor.dtype, lambda rows: rows.strips(self._chunks(name)))
-        return None
-
-    def flat_chunks(self, name: TensorName) -> Iterator[Chunk]:
-        """Where a state lies in flat buckets."""
-        assert self.flat is not None
-        return self.flat.chunks(name.param, name.state)
-
-    def _chunks(self, name: TensorName) -> Iterator[Chunk]:
-        first = 0
-        for home in self.homes[name.param]:
-            slices = self._slices_of(name.state, home.key)
-            for chunk in slices.at(home.index) if slices is not None else ():
-                yield placed(chunk, home, first)
-            if home.part is not None:
-                first += self.tensors[PARAM][home.key].global_shape[len(home.index)]
-
-    def _slices_of(self, state: str, key: str) -> Slices | None:
-        tensor = self.tensors.get(state, {}).get(key)
-        if tensor is None:
-            return None
-        if (state, key) not in self._slices:
-            whole = self.tensors[PARAM][key].global_shape
-            self._slices[state, key] = Slices(tensor, whole, self.axes[key])
-        return self._slices[state, key]

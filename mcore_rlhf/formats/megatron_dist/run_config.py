@@ -37,6 +37,8 @@ _NAMES = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }  # fmt: skip
 """What arguments of Megatron's are called there."""
+_PADS = "should_pad_vocab"
+"""Whether a provider of Megatron-Bridge's, which is a ``TransformerConfig``, pads the vocabulary. Source: as ``GPTModelProvider``."""
 UNTIED = "untie_embeddings_and_output_weights"
 _TIED, _GATED, _ACTIVATION = "share_embeddings_and_output_weights", "gated_linear_unit", "activation_func"
 _GROUPS, _HEADS = "num_query_groups", "num_attention_heads"
@@ -132,6 +134,8 @@ def _of_verl(role: ReadablePath) -> dict[str, object]:
     fields = _json(role / TRANSFORMER)
     plain: dict[str, object] = {"add_position_embedding": True}  # as a GPTModel is made
     plain |= {name: value for name, value in _plain(fields) if not _OF_A_CLASS.fullmatch(str(value))}
+    if fields.get(_PADS) is False:
+        plain["make_vocab_size_divisible_by"] = 1
     if (world := _json(role / CONTENTS).get("world_size")) and isinstance(world, int):
         plain["world_size"] = world
     activation = _ACTIVATIONS.get(str(_json(weights_of(role) / "config.json").get("hidden_act")))

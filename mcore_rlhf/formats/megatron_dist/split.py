@@ -21,7 +21,10 @@ def contents_of(run: NewRun, parts: DistParts) -> str:
         run: The checkpoint that is to be written.
         parts: Where its parts lie.
     """
+    bridged = not parts.model
     contents = {"model": {"path": parts.model, "format": _FORMAT, "backend": "dist_checkpointing"}}
+    if bridged:
+        contents = {"model": {"path": parts.described, "format": "huggingface", "backend": "mbridge"}}
     if run.choices.optimizer is not None:
         contents["optimizer"] = {"path": parts.optimizer, "format": _FORMAT}
         if run.source.state.scheduler is not None:
@@ -33,7 +36,7 @@ def contents_of(run: NewRun, parts: DistParts) -> str:
         "role": run.source.role,
         "global_step": run.source.state.iteration,
         "world_size": run.choices.parallel.world_size,
-        "backend": {"has_bridge": False, "use_dist_checkpointing": True, "peft": False},
+        "backend": {"has_bridge": bridged, "use_dist_checkpointing": not bridged, "peft": False},
         "save_contents": ["model", *(["optimizer"] if run.choices.optimizer is not None else []), "extra"],
         "contents": contents,
         "saved_any_dist_ckpt": True,

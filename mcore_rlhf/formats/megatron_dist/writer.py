@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 
 from mcore_rlhf.core.catalog import (
     FLOAT32,
@@ -31,7 +30,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import CheckpointError, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import is_matrix
@@ -42,7 +41,7 @@ from mcore_rlhf.families.megatron.remainders import remainder_dtype
 from mcore_rlhf.families.megatron.rules import RULES
 from mcore_rlhf.families.options import DistParts, WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.megatron import is_buffer, is_routed_expert
@@ -51,31 +50,37 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 
+from .bridged import bridged_target, with_bridged
 from .buckets import BucketContents, FilePart, dealt
 from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
-from .names import Home, Spelling, blocks_of, extents, home_of, spelling_of_names
+from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked
 from .objects import RULES as OF_OBJECTS
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE
 from .split import contents_of
 
 
-def dist_target(source: Source, options: WriteOptions) -> Target:
+def dist_target(source: Source, options: WriteOptions, weights: Format) -> Target:
     """Describe the ``torch_dist`` checkpoint that holds what the source has.
 
     Args:
         source: An opened checkpoint.
         options: What the user asked for.
+        weights: The format of weights that a trainer has in the place of Megatron's own.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
+    if options.like is not None and options.run_of.parts is None:
+        raise UsageError("--like: a Megatron checkpoint depends on nothing that another one would show\nLeave it out.")
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
     spelling = spelling_of_names([spec.name for spec in source.model.params], run.family.args)
-    return _DistWriter(run, spelling, source.model.num_layers).target()
+    parts = options.run_of.parts
+    bridged = bridged_target(run, weights) if parts is not None and not parts.model else None
+    return _DistWriter(run, spelling, source.model.num_layers, bridged).target()
 
 
 @dataclass
@@ -83,6 +88,7 @@ class _DistWriter:
     run: NewRun
     spelling: Spelling
     num_layers: int
+    bridged: Target | None = None
     folders: list[_Folder] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,13 +110,14 @@ class _DistWriter:
     def _in_parts(self, objects: Objects, parts: DistParts) -> list[_Folder]:
         """The folders of the weights, the optimizer, and the random states."""
         run, of_ranks = self.run, list(objects.of_ranks())
-        weights = Contents(run, self.spelling, self.num_layers, moments=False)
-        found = [_Folder(run, parts.model, [weights], list(objects.of_model()), of_model)]
+        weights, found = Contents(run, self.spelling, self.num_layers, moments=False), list[_Folder]()
+        if self.bridged is None:
+            found.append(_Folder(run, parts.model, [weights], list(objects.of_model()), of_model))
         if run.choices.optimizer is not None:
             in_buckets = sharding_of(run) == DP_RESHARDABLE
             states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
             held = states.objects if isinstance(states, BucketContents) else []
-            shared = partial(of_optimizer, scheduler=parts.scheduler)
+            shared = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
             found.append(_Folder(run, parts.optimizer, [states], list(held), shared))
         if of_ranks:
             found.append(_Folder(run, parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
@@ -123,11 +130,11 @@ class _DistWriter:
 
     def target(self) -> Target:
         """The described checkpoint."""
-        run, first = self.run, self.folders[0].path
+        run, first = self.run, next((folder.path for folder in self.folders), "")
         parts = run.options.run_of.parts
         modelopt, beside = modelopt_files(run, first) if KEY in run.source.state.other else ([], {})
         said = {TRACKER: run.tracker} if parts is None else {parts.contents: contents_of(run, parts)}
-        return Target(
+        target = Target(
             format="megatron-dist",
             parallel=run.choices.parallel,
             source=run.view,
@@ -143,6 +150,7 @@ class _DistWriter:
             needs=run.needs,
             described="" if parts is None else parts.described,
         )
+        return target if self.bridged is None else with_bridged(target, self.bridged, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,31 +307,11 @@ class Contents:
         found: dict[str, Shape] = {}
         for parts in self.files:
             for part in parts:
-                for home, _, rows in self._homes(part.spec):
-                    shape = (rows, *part.spec.global_shape[1:])[: len(part.spec.global_shape)]
-                    found.setdefault(self.fqn(home, part), self._stacked(home, shape))
+                for home, shape in stacked(
+                    part.spec, self.spelling, self.num_layers, self.run.source.model.num_experts
+                ):
+                    found.setdefault(self.fqn(home, part), shape)
         return found
-
-    def _homes(self, spec: ParamSpec) -> list[tuple[Home, int, int]]:
-        """Where a parameter lies, with the first row and the number of rows at each place: its blocks have keys of their own."""
-        home, rows = home_of(spec.name, self.spelling), (*spec.global_shape, 1)[0]
-        if ".linear_qkv_down_proj." in home.key:
-            # Source: megatron-core 0.19.2, transformer/multi_latent_attention.py, FusedMLASelfAttention.sharded_state_dict
-            raise Unsupported(
-                f"{spec.name}: torch_dist has what --mla-down-proj-fusion joins under the names of the two projections, and that is "
-                "not written\nConvert to megatron (--ckpt-format torch), which has it as one."
-            )
-        blocks = blocks_of(home.key)
-        if not blocks:
-            return [(home, 0, rows)]
-        if tuple(name for name, _ in spec.partition.parts) != blocks:
-            raise Unsupported(
-                f"{spec.name}: torch_dist has its blocks {', '.join(blocks)} one by one, and how long they are is not known: it is "
-                f"{spec.partition}\nLeave out the rule that says how it is cut."
-            )
-        starts = accumulate((size for _, size in spec.partition.parts), initial=0)
-        found = zip(spec.partition.parts, starts, strict=False)
-        return [(replace(home, key=f"{home.key}.{name}"), start, size) for (name, size), start in found]
 
     def fqn(self, home: Home, part: Part) -> str:
         """The key of a tensor."""
@@ -360,7 +348,7 @@ class Contents:
         ]  # fmt: skip
 
     def _items(self, part: Part) -> Iterator[TensorItem]:
-        homes = self._homes(part.spec)
+        homes = homes_of(part.spec, self.spelling)
         for box in part.chunks:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
@@ -373,10 +361,6 @@ class Contents:
         for item, box in zip(self._items(part), part.chunks, strict=True):
             if box.numel:
                 yield Chunk(box, records[item.key], 0, home.turned(row_major(item.shape)[len(home.index) :]))
-
-    def _stacked(self, home: Home, shape: Shape) -> Shape:
-        stack = extents(home, self.spelling, self.num_layers, self.run.source.model.num_experts)
-        return (*stack, *home.turned(shape))
 
     def _parts(self) -> Iterator[Part]:
         problems = Problems()

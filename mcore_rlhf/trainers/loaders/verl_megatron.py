@@ -142,9 +142,24 @@ def _behind_weights(seen: Seen) -> bool:
     return _is_gated(seen) and seen.held.optimizer and not _lies_flat(seen) and not left_out("model")(seen)
 
 
+def _bridged(seen: Seen) -> bool:
+    """Weights are asked of Hugging Face's folder."""
+    return bool(ON_MEGATRON(seen)) and not _BESIDE(seen)
+
+
+def _undescribed(seen: Seen) -> object:
+    """The folder has no ``config.json``, by which a bridge finds it."""
+    return f"{SPLIT_WEIGHTS}/config.json" not in seen.files
+
+
+def _weights_gone(seen: Seen) -> object:
+    """Its reader misses some of the weights: ``{problem}``."""
+    return (seen.held.incomplete or SPLIT_WEIGHTS in seen.held.problem) and {"problem": seen.held.problem}
+
+
 def _weightless(seen: Seen) -> object:
     """Weights are asked of Hugging Face's folder, which has none."""
-    return ON_MEGATRON(seen) and not _BESIDE(seen) and not seen.has(f"{SPLIT_WEIGHTS}/*.safetensors")
+    return _bridged(seen) and not seen.has(f"{SPLIT_WEIGHTS}/*.safetensors")
 
 
 def _part(things: tuple[Thing, ...], part: str, line: str) -> tuple[Habit, ...]:
@@ -188,7 +203,12 @@ ROWS = (
         both(ON_MEGATRON, left_out("optimizer")), True),
     Habit((Thing.RNG,), _ANEW, "checkpoint.load_contents has no extra", _LINE.format("968"), both(ON_MEGATRON, left_out("extra")), True),
     Habit((Thing.WEIGHTS,), _REFUSED, f"megatron.use_dist_checkpointing is not set: weights are asked of {SPLIT_WEIGHTS}, by a bridge, and "
-        "there are none", _LINE.format("940"), _weightless),
+        "there are none", _LINE.format("940"), _weightless, True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _LINE.format("940"),
+        both(_bridged, broken(f"{SPLIT_WEIGHTS}/*.safetensors")), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, f"{SPLIT_WEIGHTS} has no config.json, by which a bridge finds it: an OSError, or a TypeError",
+        _LINE.format("940"), both(_bridged, _undescribed), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "{problem}: a ValueError, or a KeyError", _LINE.format("940"), both(_bridged, _weights_gone), True),
     *_of_model((
         *_part((Thing.WEIGHTS,), SPLIT_MODEL, "918"),
         Habit((Thing.WEIGHTS,), _REFUSED, "{problem}: what is asked for and not listed fails", _LINE.format("918"), not_listed, True),
@@ -223,7 +243,7 @@ ROWS = (
         both(lambda seen: any("lr_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_common(_OPTIMIZER))),
              without(_common(_OPTIMIZER), *WEIGHT_DECAY, inside="lr_scheduler/")), True),
     Habit((Thing.WEIGHTS,), _RESTORED, SPLIT_MODEL, _LINE.format("918"), both(ON_MEGATRON, _BESIDE), True),
-    Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_WEIGHTS}, by a bridge", _LINE.format("940"), ON_MEGATRON),
+    Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_WEIGHTS}, by a bridge", _LINE.format("940"), ON_MEGATRON, True),
     Habit(OF_OPTIMIZER, _RESTORED, _OPTIMIZER, _LINE.format("946"), ON_MEGATRON, True),
     Habit((Thing.SCHEDULER,), _RESTORED, f"lr_scheduler in {_OPTIMIZER}", _LINE.format("962"), ON_MEGATRON, True),
     Habit((Thing.RNG,), _RESTORED, f"rng_state of each (PP, TP) rank, in {_EXTRA}", _LINE.format("978"), ON_MEGATRON, True),

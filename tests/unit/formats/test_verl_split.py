@@ -102,16 +102,15 @@ def test_a_part_that_is_said_to_be_there_and_is_not(tmp_path: Path) -> None:
         open_checkpoint(role, ReadOptions())
 
 
-def test_weights_under_other_names_than_their_optimizer_are_converted_alone(tmp_path: Path) -> None:
+def test_weights_beside_another_models_optimizer_are_converted_alone(tmp_path: Path) -> None:
     role = tmp_path / "global_step_2" / "actor"
     split(WHOLE["fully"], role)
     shutil.rmtree(role / "model")
     shutil.copytree(MODEL, role / "model" / "huggingface")
-    with pytest.raises(Unsupported, match="nothing joins the two"):
+    with pytest.raises(Unsupported, match=r"the optimizer of these weights.*\nGive .*actor, which has both"):
+        open_checkpoint(role / "model" / "huggingface", ReadOptions())
+    with pytest.raises(Incomplete, match="--no-optimizer"):  # they are of another model
         open_checkpoint(role, ReadOptions())
-    assert verify(role, ReadOptions()).intact
-    with pytest.raises(Unsupported, match="--no-optimizer"):
-        convert(role, tmp_path / "dcp", ConvertOptions(to="dcp"))
     source = open_checkpoint(role, ReadOptions(optimizer=False))
     assert any(fate is Fate.LOST and "optimizer/dist_ckpt" in text for fate, text in source.notes.lines)
     assert len(roles_in(role.parent)) == 1

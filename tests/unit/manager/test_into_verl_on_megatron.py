@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.convert import convert
 from mcore_rlhf.core.account import Fate
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
@@ -17,7 +18,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.storage.pt import read_pt
-from mcore_rlhf.verify.checkpoint import verify
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -63,6 +64,52 @@ def test_each_part_holds_what_verl_looks_for_there(role: Path) -> None:
     assert not any(key.startswith(("optimizer", "rng_state")) for key in keys_of(role, "model"))
     assert all(key.startswith("optimizer.distributed.") for key in keys_of(role, "optimizer"))
     assert keys_of(role, "extra") == {f"rng_state/shard_{pp}.{tp}_2.2" for pp in (0, 1) for tp in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def bridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, into a run that has its weights as a bridge writes them."""
+    like = tmp_path_factory.mktemp("like") / "global_step_1" / "actor"
+    for name in ("model/huggingface/model.safetensors", "optimizer/dist_ckpt/metadata.json", "ckpt_contents.json"):
+        (like / name).parent.mkdir(parents=True, exist_ok=True)
+        (like / name).write_text('{"sharded_backend": "torch_dist"}')
+    (like / "model" / "dist_ckpt").mkdir()  # verl makes the folders of all parts
+    root = tmp_path_factory.mktemp("bridged")
+    done = into(MEGATRON, root, **LAYOUT, like=str(like))
+    assert "use_dist_checkpointing" not in done.told
+    return root / "global_step_2" / "actor"
+
+
+def test_weights_lie_where_a_step_of_the_run_has_them(bridged: Path, tmp_path: Path) -> None:
+    """Those that ``--to hf`` writes; with the optimizer they are one checkpoint, of which nothing is lost."""
+    from safetensors.torch import load_file
+
+    convert(MEGATRON, tmp_path / "hf", ConvertOptions(to="hf", fsync=False))
+    written, wanted = (load_file(f / "model.safetensors") for f in (bridged / "model" / "huggingface", tmp_path / "hf"))
+    assert written.keys() == wanted.keys()
+    assert all(bool((written[name] == wanted[name]).all()) for name in wanted)
+    assert not (bridged / "model" / "dist_ckpt").exists()
+    there, back = open_checkpoint(MEGATRON, ReadOptions()), open_checkpoint(bridged, ReadOptions())
+    assert (back.state.iteration, str(back.parallel), back.states) == (2, str(there.parallel), there.states)
+    with bytes_of(there) as bytes_a, bytes_of(back) as bytes_b:
+        found = Differ(there, back, bytes_a, bytes_b).compare()
+    assert [one.name for one in found.differences if one.tensor is not None] == []
+    assert verify(bridged, ReadOptions(), Depth.DEEP).intact
+    alone = open_checkpoint(bridged, ReadOptions(optimizer=False))
+    assert (alone.format, alone.state.iteration, alone.states) == ("hf", 2, ())
+
+
+def test_weights_of_another_step_beside_an_optimizer_are_found(bridged: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    role = Path(shutil.copytree(bridged, tmp_path / "global_step_2" / "actor"))
+    weights = load_file(file := role / "model" / "huggingface" / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, file)
+    assert not verify(role, ReadOptions(), Depth.DEEP).intact
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    assert not verify(role, ReadOptions()).intact
 
 
 def test_nothing_is_lost_on_the_way(role: Path) -> None:
