@@ -94,12 +94,14 @@ class RunOf:
         second_group: Parts of the names of parameters that its optimizer has in a param group of their own; empty where nobody knows.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
         parts: Where it has the parts of a ``torch_dist`` checkpoint; None where that is one folder.
+        counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
     """
 
     name: str = ""
     second_group: tuple[str, ...] = ()
     wants_schedule: bool = False
     parts: DistParts | None = None
+    counts: bool = True
 
     @property
     def arguments(self) -> Mapping[str, object]:

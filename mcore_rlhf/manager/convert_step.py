@@ -29,7 +29,9 @@ from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
+from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
@@ -140,7 +142,8 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         add_position(around, trainer, first)
         say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args)
-        places = {role: trainer.place_of(role) or "" for role in jobs}
+        megatron = Takes.MEGATRON in format_named(options.to).takes
+        places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
         job = StepJob(step, jobs, around.files, around.texts, places, around.report)
         _settle(job)
     if options.strict:

@@ -72,7 +72,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like))
+    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts)
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
 
 

@@ -305,10 +305,11 @@ def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
     path = checkpoint_path(path)
     if not path.is_dir() or is_model(path):
         return None
-    if _is_step(path):
-        return _opened(path, options)
-    other = step_at(path)
-    return _of_trainer(other, options) if other is not None else None
+    found = _opened(path, options) if _is_step(path) else None
+    if found is not None and found.models:
+        return found
+    other = step_at(path)  # whose models may lie further down
+    return (_of_trainer(other, options) if other is not None else None) or found
 
 
 def chosen_step(

@@ -1,7 +1,9 @@
 """NeMo-RL: ``<checkpoint_dir>/step_N/{policy,value}``, written as ``tmp_step_N`` and renamed, ``training_info.json`` in each.
 
 Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``CheckpointManager``: ``init_tmp_checkpoint``, ``finalize_checkpoint``,
-``get_latest_checkpoint_path``: the highest number; ``load_training_info``), ``nemo_rl/algorithms/grpo.py`` (``train_dataloader.pt``).
+``get_latest_checkpoint_path``: the highest number; ``load_training_info``; ``get_resume_paths``: ``policy/weights/iter_0000000`` of a
+policy on Megatron), ``nemo_rl/algorithms/grpo.py`` (``train_dataloader.pt``). Megatron-Bridge 067f987, ``training/checkpointing.py``
+(``_load_checkpoint_from_path``): without ``run_config.yaml`` the arguments in the checkpoint say how it lies.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ TRAINER = Trainer(
         "total_steps",
         {"consumed_samples": "samples", "current_step": "step", "total_steps": "step"},
     ),
-    formats=("dcp",),
+    formats=("dcp", "megatron-dist"),
+    megatrons="weights",
+    counts=False,
     told="checkpointing.checkpoint_dir={root}",
 )

@@ -67,6 +67,8 @@ class Trainer:
             it is only read.
         parts: Where a model in ``torch_dist`` has its parts: the usual way first, and others, of which a checkpoint of a run shows which
             is its own; none where they are one folder.
+        megatrons: Where in a model's place Megatron's own folder is; empty where it is that place itself.
+        counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -91,6 +93,8 @@ class Trainer:
     wants_schedule: bool = False
     formats: tuple[str, ...] = ()
     parts: tuple[DistParts, ...] = ()
+    megatrons: str = ""
+    counts: bool = True
     told: str = ""
 
     @property
@@ -98,9 +102,16 @@ class Trainer:
         """Whether a step's folder is one model's own."""
         return not self.by_role and [*self.roles.values()] == [(HERE,)]
 
-    def place_of(self, role: str) -> str | None:
-        """Where a role's model is written in a step, or in the root of a run by role; None where the trainer has no such role."""
-        return self.roles[role][0] if role in self.roles else None
+    def place_of(self, role: str, *, megatron: bool = False) -> str | None:
+        """Where a role's model is written in a step, or in the root of a run by role; None where the trainer has no such role.
+
+        Args:
+            role: The role.
+            megatron: Whether it is in one of Megatron's formats.
+        """
+        if role not in self.roles:
+            return None
+        return f"{self.roles[role][0]}/{self.megatrons}".rstrip("/") if megatron else self.roles[role][0]
 
     def parts_like(self, like: ReadablePath | None) -> DistParts | None:
         """Where a model in ``torch_dist`` has its parts, as one that the run saved shows it; None where they are one folder.

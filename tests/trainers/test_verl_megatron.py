@@ -21,14 +21,13 @@ CASES: dict[str, dict[str, Any]] = {
     "parameters": {"parallel": {"pp": 2}, "fully": True, "tied": True},
     "experts": {"parallel": {"ep": 2, "dp": 2}, "experts": 4},
     "chunks": {"parallel": {"pp": 2, "vpp": 2}, "layers": 4},
-    "critic": {"parallel": {"tp": 2}, "critic": True},
-    "bridged critic": {"parallel": {"tp": 2}, "critic": True, "bridge": True},
+    "bridged critic": {"parallel": {"pp": 2}, "critic": True, "bridge": True},
     "bridged": {"parallel": {"tp": 2}, "bridge": True},
     "bridged parameters": {"parallel": {"pp": 2}, "fully": True, "tied": True, "bridge": True},
 }  # fmt: skip
-"""How verl stores the optimizer: flat buckets, which is its default, and parameter by parameter; and experts, with one of their own; and
-the weights: Megatron's, or, which is its default, Hugging Face's by a bridge."""
-DENSE = ("buckets", "parameters", "bridged", "bridged parameters")
+"""How verl stores the optimizer: flat buckets, which is its default, parameter by parameter, and in chunks of a pipeline's stages; experts,
+with one of their own; and the weights: Megatron's, or, which is its default, Hugging Face's by a bridge."""
+DENSE = ("buckets", "parameters", "chunks", "bridged", "bridged critic", "bridged parameters")
 
 
 class Lab(labs.Lab):
@@ -54,9 +53,9 @@ class Lab(labs.Lab):
         """The folder of the model that is trained, as Hugging Face has it: without weights."""
         from transformers import LlamaConfig
 
-        tied = CASES[case].get("tied", False)
+        tied, layers = CASES[case].get("tied", False), CASES[case].get("layers", 2)
         sizes = {
-            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": 4,
             "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
         }  # fmt: skip
         folder = self.folder / f"base-{case}"

@@ -37,7 +37,8 @@ stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp"
 def model_of(orders: dict[str, Any]) -> TinyGPT:
     """The model; verl pads no vocabulary, so its size is one that needs none."""
     return TinyGPT(
-        num_layers=orders.get("layers", 2), value_head=orders.get("critic", False), vocab_size=128, dropout=0.0, dtype=orders.get("dtype", "bf16"),
+        num_layers=orders.get("layers", 2), value_head=orders.get("critic", False), vocab_size=128, dropout=0.0,
+        dtype=orders.get("dtype", "bf16"),
         untie_embeddings_and_output_weights=not orders["tied"], num_experts=orders.get("experts"),
     )  # fmt: skip
 

@@ -96,12 +96,14 @@ class NewRun:
     @property
     def tracker(self) -> str:
         """The content of the tracker file."""
-        return "release" if self.source.state.release else str(self.source.state.iteration)
+        return "release" if self.iteration is None else str(self.iteration)
 
     @property
     def iteration(self) -> int | None:
-        """The iteration, None for a release."""
-        return None if self.source.state.release else self.source.state.iteration
+        """The iteration that the files say, None for a release."""
+        if self.source.state.release:
+            return None
+        return self.source.state.iteration if self.options.run_of.counts else 0
 
     @cached_property
     def view(self) -> Chunks:

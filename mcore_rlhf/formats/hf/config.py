@@ -26,6 +26,7 @@ from .series import read_json
 Config = Mapping[str, object]
 
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VALUE_HEAD = "score.weight"
 TIED = "tie_word_embeddings"
 _LAYER = re.compile(r"model\.layers\.(\d{1,18})\.")
 _OTHER_HEADS = ("score.", "classifier.", "value_head.", "v_head.", "summary.")

@@ -25,7 +25,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, has_pieces
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
-from .config import EMBEDDING, LM_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
+from .config import EMBEDDING, LM_HEAD, VALUE_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
 from .files import CONFIG, OPTIMIZER, SAFETENSORS
 from .series import Scattered, Series, find_series, read_parts, read_series, weights_folder
 
@@ -138,8 +138,25 @@ class _FolderReader:
             origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
+    def _rename_head(self) -> None:
+        """A critic's head, which a bridge calls as an output layer is called, gets its own name.
+
+        Source: mbridge 0.15.1, ``mbridge/core/bridge.py`` (``_DIRECT_MAPPING``, ``load_weights``), ``utils/layer.py``.
+        """
+        tensors = self.weights.tensors
+        head, embedding = tensors.get(LM_HEAD), tensors.get(EMBEDDING)
+        if (
+            head is not None
+            and embedding is not None
+            and head.shape[0] == 1 < embedding.shape[0]
+            and VALUE_HEAD not in tensors
+        ):
+            tensors[VALUE_HEAD] = tensors.pop(LM_HEAD)
+            self.weights.notes.append(f"{LM_HEAD} has one row: it is a critic's head, and is called {VALUE_HEAD}")
+
     def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
         """Second names of tied tensors, and those of them that are stored a second time: ``{alias: owner}`` each."""
+        self._rename_head()
         shared = dict(self.weights.shared)
         if shared.get(EMBEDDING) == LM_HEAD:  # the other way round, as everyone else has it
             self.weights.tensors[EMBEDDING] = self.weights.tensors.pop(LM_HEAD)

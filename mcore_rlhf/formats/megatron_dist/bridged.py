@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Incomplete
+from mcore_rlhf.families.crossing.description import LM_HEAD, VALUE_HEAD
 from mcore_rlhf.families.crossing.quantized import refuse_quantized
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.crossing.to_megatron import to_megatron
@@ -26,6 +27,7 @@ from mcore_rlhf.families.megatron.state import NO_PARAMETERS, opaque_item
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.run_folders import named_step, role_of, weights_of
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import plain
 from mcore_rlhf.families.source import Source, below
 from mcore_rlhf.formats.base import Format, Target, TargetFile
@@ -152,7 +154,7 @@ def described(args: Arguments, seen: Mapping[str, object]) -> Arguments:
 def bridged_target(run: NewRun, weights: Format) -> Target:
     """The weights of a checkpoint that is to be written, as a bridge writes and reads them: a tied output layer as well.
 
-    Source: mbridge 0.15.1, ``mbridge/models/llama.py``: a last stage asks for ``lm_head.weight``, tied or not.
+    Source: mbridge 0.15.1, ``mbridge/models/llama.py``: a last stage asks for ``lm_head.weight``, tied or not, and a critic's head.
 
     Args:
         run: The checkpoint.
@@ -167,7 +169,9 @@ def bridged_target(run: NewRun, weights: Format) -> Target:
         ignore_fields=options.ignore_fields,
     )  # fmt: skip
     seen = to_huggingface(run.source, wanted)
-    undescribed = replace(seen, family=replace(ModuleState.needed(seen), config={}))
+    critic = seen.model.get(VALUE_HEAD) is not None
+    named = renamed(seen, lambda name: LM_HEAD if name == VALUE_HEAD else name) if critic else seen
+    undescribed = replace(named, family=replace(ModuleState.needed(named), config={}))
     target = weights.target(undescribed, replace(wanted, reference_config=None))
     return replace(target, texts={**target.texts, CONFIG: json.dumps(seen.family.config, indent=2) + "\n"})
 

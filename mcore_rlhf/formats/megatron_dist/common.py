@@ -73,7 +73,7 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
     if args:
         tree["args"] = Namespace(args)
     tree["checkpoint_version"] = state.other.get("checkpoint_version", 3.0)
-    tree["iteration"] = state.iteration
+    tree["iteration"] = run.iteration or 0
     if run.choices.optimizer is not None:
         tree[_OPTIMIZER] = _optimizer(run)
     if state.scheduler is not None:

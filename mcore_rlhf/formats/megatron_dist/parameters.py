@@ -128,7 +128,7 @@ class SpecFinder:
         if partition is None:
             return None
         if partition.vocabulary and name != EMBEDDING and words is not None and shape[0] != words:
-            return None  # a value head takes the place of the output layer
+            return REPLICATED if shape[0] == 1 else None  # a value head takes the place of the output layer
         if "_down_proj." in name and self.parallel.tp > 1:  # Transformer Engine's are whole on every rank
             return REPLICATED if self.parameters.local_shape(name) == shape else COLUMN
         return partition

@@ -276,7 +276,9 @@ class _DistReader:
         """All names, in registration order; Megatron leaves the output layer's opaque value out, a live model has it."""
         names = {*self.parameters.homes, *opaque}
         names |= _left_out(self.parameters.homes, self.args) if not opaque else set()
-        if any(name.endswith(EXTRA) for name in names):
+        head = self.folder.model.get(OUTPUT)
+        is_critic = head is not None and head.global_shape[0] == 1  # whose head is no module of Megatron's
+        if any(name.endswith(EXTRA) for name in names) and not is_critic:
             names.add(f"output_layer.{EXTRA}")
         return registration_order(names)
 

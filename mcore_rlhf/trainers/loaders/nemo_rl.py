@@ -17,12 +17,25 @@ _PATHS = "utils/checkpoint.py:191 (get_resume_paths)"
 _WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER)
 
 
+def _role(seen: Seen) -> str:
+    return {"critic": "value"}.get(seen.role, "policy")
+
+
+def _on_megatron(seen: Seen) -> bool:
+    """Megatron-Bridge wrote the weights, whose iteration is always 0."""
+    return any("/iter_0000000/" in name for name in seen.above if name.startswith(f"{_role(seen)}/"))
+
+
 def _no_optimizer(seen: Seen) -> bool:
     """Neither a folder of its own beside the weights, nor in what Megatron wrote."""
-    role = {"critic": "value"}.get(seen.role, "policy")
-    apart = any(name.startswith(f"{role}/optimizer/") for name in seen.above)
-    megatron = any("/iter_0000000/" in name for name in seen.above if name.startswith(f"{role}/"))
-    return not apart and not (megatron and (seen.held.optimizer or bool(seen.held.problem)))
+    apart = any(name.startswith(f"{_role(seen)}/optimizer/") for name in seen.above)
+    return not apart and not (_on_megatron(seen) and (seen.held.optimizer or bool(seen.held.problem)))
+
+
+def _untracked(seen: Seen) -> bool:
+    """Megatron-Bridge finds no tracker beside the iteration, and takes the model that training began with."""
+    trackers = (f"{_role(seen)}/weights/{name}" for name in _TRACKERS)
+    return _on_megatron(seen) and not any(name in seen.above for name in trackers)
 
 
 def _of_step(seen: Seen, file: str) -> object:
@@ -33,6 +46,8 @@ def _data(seen: Seen) -> list[str]:
     return sorted(name for name in seen.above if name.startswith("train_dataloader"))
 
 
+_TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
+"""Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``training/checkpointing.py`` (``load_checkpoint``, ``checkpoint_exists``)."""
 _DCP = "utils/native_checkpoint.py:238 (load_checkpoint)"
 _INFO = ("current_step", "total_steps", "consumed_samples")
 
@@ -60,6 +75,9 @@ ROWS = rows_of(
     "NeMo-RL 7ea279a, nemo_rl/",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _PATHS, broken("*.distcp", "*.metadata", "*.safetensors")),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _PATHS, incomplete),
+    Habit((Thing.WEIGHTS, *_WITH_OPTIMIZER), _ANEW, f"neither {' nor '.join(_TRACKERS)} is beside iter_0000000: Megatron-Bridge takes the "
+        "model that training began with, without an optimizer; a line in the log",
+        "models/megatron/setup.py:1899 (setup_model_and_optimizer)", _untracked),
     Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
     Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
         _no_optimizer),
@@ -81,7 +99,9 @@ ROWS = rows_of(
     Habit((Thing.DATA,), _REFUSED, "train_dataloader….pt {wrong}", "algorithms/grpo.py:592 (init_train_dataloader)",
         lambda seen: next((found for name in _data(seen) if (found := _of_step(seen, name))), None)),
     Habit((Thing.DATA,), _RESTORED, "train_dataloader….pt", "algorithms/grpo.py:592 (init_train_dataloader)"),
-    Habit((Thing.RNG,), _ABSENT, "NeMo-RL stores no random states on DTensor; Megatron's are in its own files", _PATHS),
+    Habit((Thing.RNG,), _IGNORED, "Megatron's files have random states, and load_rng is False: those of the seed",
+        "models/megatron/setup.py:1281 (_create_checkpoint_config)", lambda seen: _on_megatron(seen) and seen.held.rng),
+    Habit((Thing.RNG,), _ABSENT, "NeMo-RL stores no random states on DTensor", _PATHS),
 )  # fmt: skip
 
 LOADER = Loader(TRAINER, "7ea279a", ROWS)

@@ -96,6 +96,27 @@ def test_a_file_of_one_rank_that_is_gone_is_named(
     assert any(gone.name in one["why"] for one in refused)
 
 
+def test_a_policy_on_megatron_without_its_tracker_begins_anew(cli: Cli, tmp_path: Path) -> None:
+    """NeMo-RL's: Megatron-Bridge takes the model that training began with, and says a line in the log."""
+    source, root = GOLDENS / "megatron_dist" / "tp2pp2dp2_fully_reshardable", tmp_path / "run"
+    cli("convert", source, root, "--to", "nemo-rl", "--tp", "2", "--pp", "1", "--dp", "1", "--no-fsync")
+    weights = root / "step_2" / "policy" / "weights"
+    assert [child.name for child in sorted(weights.iterdir())] == ["iter_0000000", "latest_checkpointed_iteration.txt"]
+    assert (weights / "latest_checkpointed_iteration.txt").read_text() == "0"
+    assert cli("diff", source, root / "step_2", "--states", "param,master,exp_avg,exp_avg_sq").code == 0
+    assert cli("inspect", root / "step_2", "--role", "actor", "--json").json["iteration"] == 2
+
+    def outcomes() -> dict[str, str]:
+        found = cli("will-resume", root, "--trainer", "nemo-rl", "--json").json["roles"]["actor"]
+        return {one["thing"]: one["outcome"] for one in found}
+
+    assert outcomes() | {"weights": "restored", "optimizer": "restored", "RNG": "ignored"} == outcomes()
+    (weights / "latest_checkpointed_iteration.txt").unlink()
+    assert (
+        outcomes() | {"weights": "started anew", "optimizer": "started anew", "scheduler": "started anew"} == outcomes()
+    )
+
+
 def test_what_no_reader_can_open_is_not_said_to_resume(cli: Cli, tmp_path: Path) -> None:
     """Rows may know no name of the file that is damaged; then nobody says that all is well."""
     shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
