@@ -6,6 +6,7 @@ each tensor itself. Source: vLLM 00b5ad0, ``vllm/model_executor/model_loader/def
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
-from mcore_rlhf.families.crossing.description import description
+from mcore_rlhf.families.complete import gaps, refuse_left_out
+from mcore_rlhf.families.crossing.description import description, known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.to_megatron import related, to_megatron
 from mcore_rlhf.families.module import ModuleState
@@ -43,6 +45,7 @@ from mcore_rlhf.storage.urls import checkpoint_path
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger(__name__)
 _VOCABULARY_MULTIPLE = 64
 """vLLM and SGLang pad vocabularies to a multiple of that before they cut them, and newer vLLMs to one of the ranks as well.
 
@@ -163,7 +166,8 @@ def iter_weights(
     Raises:
         UsageError: ``tp_rank`` is none of ``tp_size``, no name fits, or there are more words than ``padded_vocab_size``.
         Unsupported: The names are not known, or a tensor cannot be cut in so many parts.
-        CheckpointError: The checkpoint is incomplete or damaged.
+        CheckpointError: The checkpoint is incomplete or damaged; or weights that were not trained were left out when it was saved, and
+            ``read`` does not say ``exclude_frozen``, which takes what was trained.
     """
     if type(tp_size) is not int or type(tp_rank) is not int or not 0 <= tp_rank < tp_size:
         raise UsageError(f"tp_rank: expected a number from 0 to tp_size - 1, found {tp_rank!r} of {tp_size!r}")
@@ -173,8 +177,11 @@ def iter_weights(
     how = replace(
         how, no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config or how.reference_config
     )
-    opened = open_checkpoint(checkpoint_path(Path(path)), replace(read or ReadOptions(), optimizer=False), partial=True)
-    wanted = _wanted(opened, spelling, how, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
+    asked = replace(read or ReadOptions(), optimizer=False)
+    opened = open_checkpoint(checkpoint_path(Path(path)), asked, partial=True)
+    for text in gaps(opened):
+        _log.warning("%s: %s", opened.root, text)
+    wanted = _wanted(opened, spelling, asked, how, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
     return _streamed(wanted)
 
 
@@ -189,10 +196,12 @@ def _checked(dtype: str | None) -> str | None:
     return None if found is None else found.name
 
 
-def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: TensorRank, pattern: str) -> Wanted:
+def _wanted(
+    opened: Source, spelling: str, read: ReadOptions, write: WriteOptions, rank: TensorRank, pattern: str
+) -> Wanted:
     whole, seen = opened, opened
     if spelling == "hf":
-        passage = Passage(opened, format_named("hf"), write, ReadOptions(), open_checkpoint)
+        passage = Passage(opened, format_named("hf"), write, read, open_checkpoint)
         seen = through(CONVERTED, passage)
         whole = passage.whole
         if any(spec.name == OWN_EMBEDDING for spec in seen.model.params):
@@ -203,6 +212,8 @@ def _wanted(opened: Source, spelling: str, write: WriteOptions, rank: TensorRank
         weights = Weights(seen, ModuleState.needed(seen, "hf"), passage.write, described=True)
         view, parts = weights.view, weights.parts()
     else:
+        if read.only is None and not read.exclude_frozen:
+            refuse_left_out(seen, known_description(seen, write))
         view = seen.catalog.cast(None if write.dtype is None else dtype_of(write.dtype))
         parts = list(_native(seen, view))
     parts = [

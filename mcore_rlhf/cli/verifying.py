@@ -10,6 +10,7 @@ import click
 
 from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem, Problems
+from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
@@ -98,7 +99,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify one model.
 
-    Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``problems`` (``kind``, ``message``, ``advice``);
+    Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``missing`` (texts: weights that most such models have, and no file lists);
+    ``problems`` (``kind``, ``message``, ``advice``);
     ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
     not be opened); ``unread`` (why the optimizer is not understood, or null).
     """
@@ -109,6 +111,7 @@ def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers
         "intact": verdict.intact,
         "depth": depth.value,
         "checked": verdict.checked,
+        "missing": list(gaps(verdict.source)) if verdict.source is not None else [],
         "problems": problem_facts(verdict.problems.found),
         "manifest": verdict.manifest,
         "bytes": verdict.nbytes,
@@ -142,6 +145,8 @@ def _print_model(facts: Facts) -> None:
     say(verdict_line(facts))
     for text in facts["checked"]:
         say(f"  checked  {text}")
+    for text in facts["missing"]:
+        say(f"  missing  {text}")
     if facts["unread"]:
         say("  not understood  " + facts["unread"].replace("\n", "\n    "))
     print_problems(facts["problems"])
@@ -176,6 +181,8 @@ def _print_step(facts: Facts) -> None:
             continue
         found = verdict["checkpoint"]
         say(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
+        for text in verdict["missing"]:
+            say(f"    missing  {text}")
         if verdict["unread"]:
             say("    not understood  " + verdict["unread"].replace("\n", "\n      "))
         print_problems(verdict["problems"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.models.huggingface.config import Config, misfits, text_of
 
 from .module import ModuleState
@@ -18,6 +19,9 @@ _NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.)")
 _ADDED = ("lora_", ".adapter.", "modules_to_save.")
 """What adapters add, which some layers may have and others not."""
 _SHOWN = 3
+_ADAPTED = re.compile(r"(.+)\.lora_(?:embedding_)?A\.")
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = re.compile(r"emb|wte|word|vocab", re.IGNORECASE)
 _USUAL = 4
 """So many alike, and more than there are otherwise, say how a member of a row is made; stages of models of images differ, and are fewer."""
 _ADVICE = (
@@ -38,36 +42,115 @@ def require_whole(source: Source, family: ModuleState) -> None:
     of their kind have.
 
     Args:
-        source: An opened checkpoint of a whole model, with what lies beside it.
+        source: An opened checkpoint, with what lies beside it.
         family: What it has besides.
 
     Raises:
-        LayoutMismatch: Some are missing, of other shapes, or of another class.
+        LayoutMismatch: Some are missing, of other shapes, or of another class. What may have been left out is not asked for.
     """
     if family.config and not source.model.quantized:
         _require_described(source, family)
-    source.notes.through([GAPS], list(_gaps(source, family)))
+    source.notes.through([GAPS], list(gaps(source)))
 
 
 def _require_described(source: Source, family: ModuleState) -> None:
-    shapes = source.model.shapes
-    shapes |= {alias: shapes[owner] for alias, owner in family.shared.items() if owner in shapes}
-    found = list(misfits(text_of(family.config), shapes))
+    found = list(misfits(text_of(family.config), _with_ties(source, family), whole=not family.without_frozen))
     if found:
         raise LayoutMismatch(
             f"{source.root}: its tensors are not those of its config.json: {'; '.join(found)}\n{_ADVICE}"
         )
 
 
-def _gaps(source: Source, family: ModuleState) -> Iterator[str]:
-    """What is missing of a layer, or an expert, that most others of its row have; and before and behind the layers."""
+def refuse_left_out(source: Source, config: Config) -> None:
+    """See that nothing is missing where what is not trained may have been left out, and a whole model is wanted.
+
+    Args:
+        source: An opened checkpoint.
+        config: The model's description; empty where nobody has one.
+
+    Raises:
+        Incomplete: Weights are missing, by name.
+    """
+    family = ModuleState.of(source)
+    unsaid = family is not None and (family.without_frozen or not any(spec.trainable for spec in source.model.params))
+    found = list(_left_out(source, replace(family, config=config))) if family is not None and unsaid else []
+    if found:
+        raise Incomplete(
+            f"{source.root}: is not the whole model: {'; '.join(found)}\nWhat is not trained is not in it, as after DeepSpeed's "
+            "save_checkpoint(exclude_frozen_parameters=True). Take a checkpoint that was saved without that; or, where the rest is "
+            "elsewhere, say that what was trained is wanted alone: --exclude-frozen, ReadOptions(exclude_frozen=True)."
+        )
+
+
+def gaps(source: Source) -> Iterator[str]:
+    """What is missing: of a layer, or an expert, that most others of its row have; and before and behind the layers. A sentence for each.
+
+    Args:
+        source: An opened checkpoint; of Megatron's names, and of a part of a model, nothing is said.
+    """
+    family = ModuleState.of(source)
+    if family is None:
+        return
+    found = list(_left_out(source, family)) if family.without_frozen else []
+    yield from found
+    if not found:
+        others = [*_of_config(source, family), *_of_rows(source)]
+        yield from others
+        if family.left_out and not others:
+            yield UNSAID
+
+
+UNSAID = (
+    "what is not trained is not in it, if there is anything: its files are as those of save_checkpoint(exclude_frozen_parameters=True), "
+    "and do not say what that was"
+)
+
+
+def _left_out(source: Source, family: ModuleState) -> Iterator[str]:
+    """What is known to be missing of a checkpoint that may have been saved without its frozen weights; a critic has no output layer."""
+    shapes = {_OUTPUT: (), **_with_ties(source, family)}
+    bases = list(dict.fromkeys(found[1] for name in shapes if (found := _ADAPTED.match(name))))
+    lost = [base for base in bases if f"{base}.base_layer.weight" not in shapes and f"{base}.weight" not in shapes]
+    if lost:
+        shown = ", ".join(lost[:_SHOWN]) + (", …" if len(lost) > _SHOWN else "")
+        yield f"adapters change {len(lost)} layers whose own weights are not there: {shown}"
+        return
+    config = text_of(family.config) if family.config and not source.model.quantized else {}
+    spoken = set(misfits(config, shapes, whole=False))
+    absent = [line for line in misfits(config, shapes) if line not in spoken]
+    yield from absent
+    if family.left_out and not absent:
+        for row, members in _blocks(source):
+            yield from _absent(row, members)
+        if not any(_EMBEDDING.search(name) for name in shapes):
+            yield "no tensor is called as an embedding is"
+
+
+def _with_ties(source: Source, family: ModuleState) -> dict[str, Shape]:
+    shapes = source.model.shapes
+    return shapes | {alias: shapes[owner] for alias, owner in family.shared.items() if owner in shapes}
+
+
+def _of_config(source: Source, family: ModuleState) -> Iterator[str]:
     shapes = source.model.shapes
     if family.config and not (source.model.quantized or any(mark in name for name in shapes for mark in _ADDED)):
         outside = {name: shape for name, shape in shapes.items() if not _NUMBER.search(name)}
         yield from _outside(family.config, outside)
+
+
+def _of_rows(source: Source) -> Iterator[str]:
+    for row, members in _blocks(source):
+        usual = max(Counter(members.values()).values())
+        if usual >= _USUAL and 2 * usual > len(members):
+            yield from _absent(row, members)
+        yield from _of_row(row, members)
+
+
+def _blocks(source: Source) -> Iterator[tuple[str, dict[int, frozenset[str]]]]:
+    """Rows of blocks, not lists of plain modules."""
     for row, members in _rows(spec.name for spec in source.model.params).items():
-        if any("." in key for keys in members.values() for key in keys):  # a block, not a list of plain modules
-            yield from _of_row(row, {number: frozenset(keys) for number, keys in members.items()})
+        if any("." in key for keys in members.values() for key in keys):
+            yield row, {number: frozenset(keys) for number, keys in members.items()}
 
 
 def _outside(config: Config, shapes: Mapping[str, Shape]) -> Iterator[str]:
@@ -109,14 +192,16 @@ def _rows(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     return found
 
 
-def _of_row(row: str, members: dict[int, frozenset[str]]) -> Iterator[str]:
-    counted = Counter(members.values())
-    usual = max(counted.values())
+def _absent(row: str, members: Mapping[int, frozenset[str]]) -> Iterator[str]:
     absent = max(members) + 1 - len(members)
-    if absent and usual >= _USUAL and 2 * usual > len(members):
+    if absent:
         first = next(number for number in range(len(members) + 1) if number not in members)
         more = f" and {absent - 1} more are" if absent > 1 else " is"
         yield f"{row}.{first}{more} not there, and there is {row}.{max(members)}"
+
+
+def _of_row(row: str, members: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    counted = Counter(members.values())
     for keys, count in counted.items():
         more_of = {other: times for other, times in counted.items() if keys < other and times >= max(_USUAL, count + 1)}
         if more_of:

@@ -91,6 +91,7 @@ class ModuleState(Family):
         config: The model's description, as Hugging Face's ``config.json`` has it; empty where nobody said.
         without_frozen: Whether no frozen parameter is in the checkpoint and the model may have some, so that whoever loads it
             must not look for them.
+        left_out: Whether the files are as those of a save that leaves frozen parameters out; the model may have none all the same.
         packs_experts: Whether the experts of a layer are one tensor, as transformers has them in memory, or one by one, as on disk.
         laid_out: How the DCP folder that it came from has its keys, and where it lies; it waits for the way back. Empty for all others.
         rng: Each rank's random states, by generator, of a run of transformers' Trainer or accelerate.
@@ -114,6 +115,7 @@ class ModuleState(Family):
     pipeline: bool = False
     config: Mapping[str, object] = field(default_factory=dict)
     without_frozen: bool = False
+    left_out: bool = False
     packs_experts: bool = True
     laid_out: Mapping[str, object] = field(default_factory=dict)
     rng: tuple[RankStates, ...] = ()
@@ -138,6 +140,22 @@ class ModuleState(Family):
             buffers=tuple(name for old in self.buffers for name in new.get(old, ())),
             keys={name: self.keys[old] for name, old in names.owners.items() if old in self.keys},
         )
+
+
+def leaves_out_frozen(top: Mapping[str, object], stage: int | None = None) -> bool:
+    """Whether a file of DeepSpeed's is as ``save_checkpoint(exclude_frozen_parameters=True)`` leaves it.
+
+    Stages 2 and 3 list frozen parameters, and none where there are none; with the option they list nothing. Those below never do.
+    Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``: ``save_frozen_param``).
+
+    Args:
+        top: What a ``…model_states.pt`` has at the top.
+        stage: The ZeRO stage; None for the one that its configuration asked for.
+    """
+    config = top.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    asked = zero.get("stage") if stage is None and isinstance(zero, Mapping) else stage
+    return isinstance(asked, int) and asked >= 2 and top.get("frozen_param_shapes", ()) is None
 
 
 _STATIC = "deepspeed.runtime.fp16.loss_scaler.LossScaler"

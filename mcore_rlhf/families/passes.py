@@ -187,6 +187,12 @@ def _method(p: Passage) -> str:
     return "" if loose else method_of(p.source.family.config)
 
 
+def _has_to_be_whole(p: Passage) -> bool:
+    """Whether who takes it has no other place for weights that were not trained, and a part was not asked for."""
+    part = p.write.merge_adapter or p.read.exclude_frozen or p.read.only is not None
+    return p.module is not None and p.to_module and not p.to.packs_experts and not part
+
+
 def _would_be_misread(p: Passage) -> bool:
     """Quantized weights stay as they are on disk, unless they are to be of another type."""
     stays = not p.to.packs_experts and p.write.dtype is None and not p.write.masters
@@ -356,6 +362,12 @@ def _check_extra_states(p: Passage) -> None:
     check_extra_states(p.source)
 
 
+def _refuse_left_out(p: Passage) -> None:
+    from .complete import refuse_left_out
+
+    refuse_left_out(p.source, _description(p))
+
+
 def _require_whole(p: Passage) -> None:
     from .complete import require_whole
 
@@ -373,7 +385,7 @@ def _note_newer(p: Passage) -> None:
 _NEWER: Rule[str] = Rule(Fate.NOTE, "{found}", lambda text: text)
 
 OPENED = (
-    Pass("a model that is whole", lambda p: p.module is not None and not p.module.without_frozen, _require_whole),
+    Pass("a model that is whole", lambda p: p.module is not None, _require_whole),
     Pass("newer steps of the run", lambda p: p.megatron is not None and p.megatron.located is not None, _note_newer),
     Pass("a description", lambda p: p.megatron is not None or bool(p.source.family.config), lambda p: check_described(p.source)),
     Pass("a part", lambda p: p.read.only is not None or p.read.exclude_frozen, lambda p: selected(p.source, p.read)),
@@ -405,6 +417,7 @@ CONVERTED = (
     Pass("no place for an adapter", _has_no_place, _refuse_adapter),
     Pass("peft's names", lambda p: not p.write.merge_adapter and p.to.holds_adapters and p.bridge > 0, _peft_names),
     Pass("an adapter alone", lambda p: p.to.adapter, _adapter_alone),
+    Pass("frozen weights left out", _has_to_be_whole, _refuse_left_out),
     *NAMES,
     Pass("bytes that are unpickled", lambda p: any("_extra_state" in name.param for name in p.source.catalog), _check_extra_states),
 )  # fmt: skip

@@ -160,7 +160,7 @@ def _without_frozen(source: Source) -> Source:
     gone = frozenset(frozen)
     part = renamed(source, lambda name: None if name in gone else name)
     module = ModuleState.of(part)
-    part.family = part.family if module is None else replace(module, without_frozen=True)
+    part.family = part.family if module is None else replace(module, without_frozen=True, left_out=True)
     part.notes.through([_FROZEN], frozen)
     return part
 

@@ -16,7 +16,7 @@ from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
-from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, scaler_of
+from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, leaves_out_frozen, scaler_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
@@ -322,6 +322,7 @@ def _module_state(
     pt = opened.optim[0, 0] if opened.optim else opened.model[0, 0]
     placed = SHARDED_KEYS | {"state", "fp32_groups_flat"}
     ranks = [other_values(opened, 0, mp_rank) for mp_rank in range(opened.mp)] if opened.mp > 1 else []
+    frozen = any(module.frozen for module in modules)
     return DeepSpeedState(
         tag=opened.files.tag,
         order=tuple(dict.fromkeys(name for module in modules for name in module.order)),
@@ -330,7 +331,8 @@ def _module_state(
         optimizer={key: pt.materialize(value) for key, value in values.items() if key not in placed},
         per_rank=tuple(ranks),
         pipeline=opened.first["module"] is None,
-        without_frozen=opened.first.get("frozen_param_shapes") is None and not any(module.frozen for module in modules),
+        without_frozen=opened.first.get("frozen_param_shapes") is None and not frozen,
+        left_out=leaves_out_frozen(opened.first, opened.stage) and not frozen,
         opened=opened,
         modules=modules,
         shards=shards,

@@ -28,7 +28,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.megatron.groups import of_matrices
-from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState
+from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState, leaves_out_frozen
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
@@ -422,6 +422,7 @@ class _OpenedUniversal:
             keys={name: files.keys for name, files in self.zero.params.items() if files.keys},
             pipeline=self.states.first.get("module") is None,
             without_frozen=self.states.first.get("frozen_param_shapes") is None and not frozen,
+            left_out=leaves_out_frozen(self.states.first) and not frozen,
         )
 
 

@@ -386,12 +386,13 @@ _PACKED = ".experts.gate_up_proj"
 _SHOWN = 3
 
 
-def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterator[str]:
+def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape], *, whole: bool = True) -> Iterator[str]:
     """What speaks against a description, one line each; nothing where it is of an architecture in no table, or all names are others.
 
     Args:
         config: The description.
         shapes: The tensors as they are on disk, tied ones once.
+        whole: Whether what is missing speaks against it too.
     """
     try:
         (known,), sizes = architecture_of(config), sizes_of_config(config)
@@ -406,7 +407,8 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape]) -> Iterat
     yield from _other_shapes(rows, shapes)
     if any(name.endswith(_PACKED) for name in shapes):  # named as in memory
         return
-    yield from _listed(known, "lacks", _missing(known, sizes, rows, shapes))
+    if whole:
+        yield from _listed(known, "lacks", _missing(known, sizes, rows, shapes))
     yield from _listed(known, "has no place for", _strange(sizes, expected, shapes))
 
 
