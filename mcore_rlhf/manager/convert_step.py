@@ -258,17 +258,24 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     return job
 
 
-def _refuse_of_others(root: ReadablePath, trainer: Trainer) -> None:
-    """Refuse a root with another trainer's steps: nobody could say afterwards whose run it is."""
+def _refuse_of_others(root: ReadablePath, trainer: Trainer | None = None) -> None:
+    """Refuse a root with another trainer's steps: nobody could say afterwards whose run it is.
+
+    Args:
+        root: Where a step is to appear.
+        trainer: Whose it is; None for a step of our own.
+
+    Raises:
+        UsageError: The root is another's.
+    """
     run = run_at(root)
-    if (
-        run is not None
-        and run.trainer.name not in (trainer.name, *trainer.over)
-        and trainer.name not in run.trainer.over
+    if run is None:
+        return
+    if trainer is None or (
+        run.trainer.name not in (trainer.name, *trainer.over) and trainer.name not in run.trainer.over
     ):
-        raise UsageError(
-            f"{root}: is a run of {run.trainer.title}\nGive the one for {trainer.title} a root of its own."
-        )
+        whose = "this one" if trainer is None else f"the one for {trainer.title}"
+        raise UsageError(f"{root}: is a run of {run.trainer.title}\nGive {whose} a root of its own.")
 
 
 def convert_part(
@@ -365,6 +372,7 @@ def _publication(source: Subject, target: ReadablePath, options: ConvertOptions)
             f"{target}: holds step {source.step}, so it is called {steps.step_folder(target, source.step).name}"
         )
     refuse_overlap(source.folder, folder)
+    _refuse_of_others(folder.parent)
     return publication(folder, _is_step, manifest_name=steps.MANIFEST, **published_by(options))
 
 

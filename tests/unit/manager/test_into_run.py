@@ -365,4 +365,12 @@ def test_a_root_with_another_trainers_steps_is_refused_before_anything_is_writte
     before = sorted(path.relative_to(root) for path in root.rglob("*"))
     with pytest.raises(UsageError, match=r"run: is a run of verl\nGive the one for NeMo-RL a root of its own"):
         into(OPENRLHF, root, "nemo-rl")
+    into(OPENRLHF, tmp_path / "own", "dcp")
+    own = find(tmp_path / "own", ReadOptions())
+    options = ConvertOptions(to="deepspeed", fsync=False)
+    for target in (root, root / "global_step_3"):
+        with pytest.raises(UsageError, match=r"run: is a run of verl\nGive this one a root of its own"):
+            convert_step(own, target, options)
+        with pytest.raises(UsageError, match="is a run of verl"):  # by parts, in which many processes write
+            convert_part(own, target, options, PartNumber(1, 2))
     assert sorted(path.relative_to(root) for path in root.rglob("*")) == before
