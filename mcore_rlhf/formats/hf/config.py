@@ -35,6 +35,8 @@ _NO_HEADS = ("model.", "mtp.")
 """Where there is no output layer, whatever it is called."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """What 5.x of transformers writes, and what 4.x does; 5.x reads both."""
+_OWN_ATTRIBUTES = ("model", "transformer", "gpt_neox", "backbone")
+"""Below which classes of transformers' own have their layers."""
 _NAMES_ADVICE = (
     "from_pretrained would leave every weight random. Let the program that wrote them convert them, which knows what is which; "
     "without a config the tensors are written as they are."
@@ -91,6 +93,18 @@ def text_config(config: Config) -> Config:
     """The part that describes the language model: of a model with images or sound, a section of its own."""
     section = config.get("text_config")
     return section if isinstance(section, Mapping) else config
+
+
+def wrapper_of(names: Iterable[str]) -> str:
+    """The attribute below which a model lies, beside a head that its class does not have: ``rwtransformer`` of DeepSpeed-Chat's critics.
+
+    Empty where it is no such model. Source: DeepSpeedExamples 45b4b71, ``applications/DeepSpeed-Chat/dschat/utils/model/reward_model.py``
+    (``RewardModel``), ``dschat/utils/utils.py`` (``save_hf_format``: the base model's ``config.json``).
+    """
+    names = list(names)
+    within = {name.partition(".")[0] for name in names if not name.startswith(_OTHER_HEADS)}
+    headed = any(name.startswith(_OTHER_HEADS) for name in names)
+    return within.pop() if headed and len(within) == 1 and within.isdisjoint(_OWN_ATTRIBUTES) else ""
 
 
 def check_config(

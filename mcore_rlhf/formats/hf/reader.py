@@ -25,7 +25,17 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, has_pieces
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
-from .config import EMBEDDING, LM_HEAD, VALUE_HEAD, check_config, is_tied, layers_in, read_own_config, refuse_other_file
+from .config import (
+    EMBEDDING,
+    LM_HEAD,
+    VALUE_HEAD,
+    check_config,
+    is_tied,
+    layers_in,
+    read_own_config,
+    refuse_other_file,
+    wrapper_of,
+)
 from .files import CONFIG, OPTIMIZER, SAFETENSORS
 from .series import Scattered, Series, find_series, read_parts, read_series, weights_folder
 
@@ -203,7 +213,13 @@ class _FolderReader:
         whole = not any(ParamSpec(n, s.shape, s.record.dtype, REPLICATED).quantized for n, s in params.items())
         if EMBEDDING in twice:  # the head is the owner
             shapes[EMBEDDING] = shapes[twice[EMBEDDING]]
-        check_config(self.config, shapes, tied, str(self.path / CONFIG), whole=whole)
+        wrapper = wrapper_of(shapes) if self.config else ""
+        if wrapper:
+            self.weights.notes.append(
+                f"all but its head lies below {wrapper}: the program that wrote it loads it so, and from_pretrained, by the class in "
+                "config.json, finds none of its weights"
+            )
+        check_config(self.config, shapes, tied, str(self.path / CONFIG), whole=whole and not wrapper)
 
     def _check_state(
         self, state: str, name: str, shape: Shape, shapes: Mapping[str, Shape], problems: Problems

@@ -216,6 +216,16 @@ def test_a_model_under_other_names_than_its_config_has_is_not_written(names: dic
     )  # without a class nobody looks for its names
 
 
+def test_a_critic_of_deepspeed_chats_is_intact_and_no_hugging_face_folder(tmp_path: Path) -> None:
+    """``RewardModel`` under its own names, with the base model's description (``save_hf_format``); 45b4b71."""
+    tensors = {name.replace("model.", "rwtransformer.", 1): tensor for name, tensor in llama().items() if name != HEAD}
+    folder = write(tmp_path / "critic", {**tensors, "v_head.weight": torch.ones(1, 8)}, CONFIG)
+    assert verify(folder, ReadOptions()).intact
+    assert any("all but its head lies below rwtransformer" in text for _, text in opened(folder).notes.lines)
+    with pytest.raises(LayoutMismatch, match="no tensor has a name of"):
+        convert(folder, tmp_path / "hf", replace(options(), to="hf"))
+
+
 def test_a_config_without_a_model_type_is_told(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "model_type"}
     source = opened(write(tmp_path / "hf", llama(), config))
