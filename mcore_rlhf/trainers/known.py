@@ -27,7 +27,8 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
-    accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
+    open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, ray_train.TRAINER, slime.TRAINER,
+    megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def described(root: Path) -> list[tuple[int, str, tuple[str, ...]]]:
 @pytest.mark.parametrize(
     ("run", "title", "roles"),
     [
-        (NEMO, "NeMo-RL", ("actor",)), (OPENRLHF, "OpenRLHF", ("actor", "critic")), (ACCELERATE, "accelerate", ("actor",)),
+        (NEMO, "NeMo-RL", ("actor",)), (OPENRLHF, "OpenRLHF", ("actor", "critic")), (ACCELERATE, "open-instruct's SFT and DPO", ("actor",)),
         (RLINF, "RLinf", ("actor",)),
     ],
 )  # fmt: skip
@@ -144,7 +144,9 @@ def test_two_trainers_are_named_and_nothing_is_guessed(tmp_path: Path) -> None:
     mixed = tmp_path / "mixed"
     shutil.copytree(RUNS / NEMO, mixed)
     shutil.copytree(RUNS / ACCELERATE / "step_3", mixed / "step_6")
-    with pytest.raises(LayoutMismatch, match=r"steps of two trainers: step_3 of NeMo-RL; step_6 of accelerate"):
+    with pytest.raises(
+        LayoutMismatch, match=r"steps of two trainers: step_3 of NeMo-RL; step_6 of open-instruct's SFT and DPO"
+    ):
         find(mixed, ReadOptions())
     shutil.rmtree(mixed / "step_6")
     shutil.copy(RUNS / ACCELERATE / "step_3" / "random_states_0.pkl", mixed / "step_3")
