@@ -63,6 +63,7 @@ ONLY_IN = {
     "transformers": set(),
     "peft": set(),
     "ray": {"manager", "integrations"},
+    "torch_checkpointing": {"dcp"},
     "click": {"cli"},
     "rich": {"cli"},
 }
