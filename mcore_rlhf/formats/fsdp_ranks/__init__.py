@@ -29,7 +29,10 @@ class FsdpRanksFormat(Format):
     model_beside = "huggingface"
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
-        """How verl is told to load it."""
+        """How verl, or torch_checkpointing, is told to load it."""
+        if path.is_dir() and has_items(path):
+            items = ", ".join(f'"{item}": …' for item in (("model", "optimizer") if optimizer else ("model",)))
+            return f'CheckpointManager(…).load("{path}", into={{{items}}})'
         contents = "" if optimizer else ", with load_contents: [model]"
         return f'FSDPCheckpointManager(…).load_checkpoint("{path}"){contents}; in a run, as global_step_N/actor'
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from mcore_rlhf.core.account import Fate, Report, same
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import completed
 from mcore_rlhf.families.sidecar import STATE
@@ -31,6 +31,8 @@ def as_run_has(source: Source, manner: Manner, report: Report) -> tuple[ParamGro
         LayoutMismatch: The run has several, and another number of them than the source.
     """
     groups, wanted = source.state.groups, manner.groups
+    if manner.members is not None:
+        return _dealt(source, manner.members, wanted or (), report)
     count = 1 if wanted is None else len(wanted)
     if len(groups) == count:
         return tuple(_with(group, wanted[n] if wanted else {}) for n, group in enumerate(groups))
@@ -40,6 +42,36 @@ def as_run_has(source: Source, manner: Manner, report: Report) -> tuple[ParamGro
             "Which parameters are in which of them, its files do not say: --no-optimizer writes the weights alone."
         )
     return (_with(_merged(source, report), wanted[0] if wanted else {}),)
+
+
+def _dealt(
+    source: Source, members: Sequence[Sequence[str]], wanted: Sequence[Mapping[str, object]], report: Report
+) -> tuple[ParamGroup, ...]:
+    """Groups whose members the run's own files name; each has the settings of the source's that most of them are in.
+
+    Raises:
+        LayoutMismatch: The run trains other parameters.
+    """
+    groups, known = source.state.groups, {spec.name for spec in source.model.params}
+    listed, trained = {n for names in members for n in names}, {n for group in groups for n in group.params}
+    problems = Problems()
+    for name in sorted(trained - listed)[:5]:
+        problems.add(
+            LayoutMismatch, f"{source.root}: trains {name}, which is in no param group of the run that --like names"
+        )
+    for name in sorted(listed - known)[:5]:
+        problems.add(LayoutMismatch, f"{source.root}: has no {name}, which the run that --like names trains")
+    problems.raise_if_any()
+    made, apart = [], list[str]()
+    for fields, names in zip(wanted, members, strict=True):
+        most = max(groups, key=lambda group: len({*group.params} & {*names}))
+        apart += [name for name in names if name in trained and name not in most.params]
+        made.append(_with(replace(most, params=tuple(names)), fields))
+    if apart or len(made) != len(groups):
+        text = f"param groups: {len(groups)} become {len(made)}, as the run has them"
+        more = f"; {apart[0]} gets the settings of the others in its group" if apart else ""
+        report.add(Fate.CHANGED, f"{text}{more}; the source's own wait in {STATE}")
+    return tuple(made)
 
 
 def _with(group: ParamGroup, fields: Mapping[str, object]) -> ParamGroup:

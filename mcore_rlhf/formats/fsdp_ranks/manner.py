@@ -8,7 +8,7 @@ first of all).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
+from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, is_rank_files, rank_files
 
 VERSION = "FSDP_version"
@@ -43,6 +44,10 @@ class Manner:
         divides: Whether a tensor is cut along the first dimension that the number of ranks divides, and not along the first of all.
         groups: Fields of its param groups; None where nobody said, and verl has one.
         scheduler: The fields of its scheduler's state; empty where nobody said.
+        items: What torch_checkpointing calls its files besides model and optimizer; None for verl's files.
+        named: Whether its optimizer's states go by their parameters' names, as ``optimizer_transform_pre`` has them.
+        says_names: Whether its param groups list names (``param_names``).
+        members: The parameters of each, in its optimizer's order; None where nobody said.
     """
 
     version: int = 2
@@ -53,6 +58,10 @@ class Manner:
     divides: bool = False
     groups: tuple[Mapping[str, object], ...] | None = None
     scheduler: Mapping[str, object] = field(default_factory=dict)
+    items: tuple[str, ...] | None = None
+    named: bool = False
+    says_names: bool = False
+    members: tuple[tuple[str, ...], ...] | None = None
 
     def mesh(self, world: int, rank: int) -> Mesh:
         """The ranks, as one of them sees them."""
@@ -72,7 +81,9 @@ class Manner:
 
     def __str__(self) -> str:
         dims = "the first dimension that the ranks divide" if self.divides else "dimension 0"
-        return f"FSDP{self.version}, cut along {dims}, a mesh {self.axis!r} on {self.device}, as torch {self.release.value} pickles it"
+        whose = "" if self.items is None else "torch_checkpointing's, "
+        mesh = f"mesh {self.axis!r}" if self.axis else "mesh without names"
+        return f"{whose}FSDP{self.version}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
 
 
 def manner_of(files: list[RankFile]) -> Manner:
@@ -153,11 +164,14 @@ def like(folder: str, role: str) -> Manner:
         CheckpointError: They are incomplete, damaged, or of a run whose files are not written.
     """
     given = Path(folder).expanduser()
+    items = next((path for path in (given, given / role) if path.is_dir() and rank_items.has_items(path)), None)
+    if items is not None:
+        return _like_items(items)
     root = next((path for path in (given, given / role) if is_rank_files(path)), None)
     if root is None:
         raise UsageError(
-            f"--like {given}: holds no rank files of verl's ({MODEL}_world_size_W_rank_R.pt)\n"
-            "Give the folder of a role that verl itself saved, such as global_step_20/actor."
+            f"--like {given}: holds no rank files of verl's ({MODEL}_world_size_W_rank_R.pt), and none of torch_checkpointing's "
+            "(model_R.pt)\nGive the folder of a role that verl itself saved, such as global_step_20/actor."
         )
     listed = rank_files(root, optimizer=False)
     model = [read_rank_file(root, listed[MODEL][0])]
@@ -167,6 +181,44 @@ def like(folder: str, role: str) -> Manner:
         found = replace(found, groups=_groups(optimizer[0]))
     scheduler = read_pt(root, listed[EXTRA][0]).tree.get(SCHEDULER) if listed[EXTRA] else None
     return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+
+
+def _like_items(root: Path) -> Manner:
+    files = rank_items.item_files(root)
+    model = read_rank_file(root, files.pop(rank_items.MODEL)[0])
+    optimizer = [read_rank_file(root, name) for name in files.pop(rank_items.OPTIMIZER, [])[:1]]
+    found = with_items(manner_of([model]), model, optimizer, files)
+    scheduler = read_pt(root, files[SCHEDULER][0]).tree if SCHEDULER in files else None
+    found = replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+    if not optimizer:
+        return found
+    groups = _groups(optimizer[0])
+    listed = [group.get(rank_items.NAMES) for group in groups]
+    members = tuple(tuple(map(str, names)) for names in listed if isinstance(names, list))
+    fields = tuple({key: value for key, value in group.items() if key != rank_items.NAMES} for group in groups)
+    return replace(found, groups=fields, members=members if len(members) == len(groups) else None)
+
+
+def with_items(found: Manner, model: RankFile, optimizer: list[RankFile], items: Iterable[str]) -> Manner:
+    """The same of torch_checkpointing's files.
+
+    Args:
+        found: How the model's files were written.
+        model: One of them.
+        optimizer: One of the optimizer's, or none.
+        items: What else there is.
+    """
+    tree = optimizer[0].tree if optimizer and isinstance(optimizer[0].tree, dict) else {}
+    groups = tree.get("param_groups") or ()
+    says = bool(groups) and all(isinstance(group, dict) and rank_items.NAMES in group for group in groups)
+    names = next((part.mesh.names for _, part in _named([model])), (found.axis,))
+    return replace(
+        found,
+        axis=found.axis if names else "",
+        items=tuple(sorted(items)),
+        named=rank_items.NAMED in tree,
+        says_names=says,
+    )
 
 
 def _groups(file: RankFile) -> tuple[Mapping[str, object], ...]:

@@ -7,16 +7,23 @@ is written where an item has a resharder, and the package runs it; here it is re
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from mcore_rlhf.core.catalog import DType, Shape, row_major
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Problems, Unsupported, shown
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pickling import pickle_tree
 
 MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = "metadata.pkl"
+NAMES = "param_names"
+NAMED = "_optimizer_state_format_version"
+"""The note that states have names. Source: ``state_transformations.py``."""
 _NAME = re.compile(r"([A-Za-z_][\w.-]{0,99})_(0|[1-9]\d{0,17})\.pt")
 _VERSIONS = ("1.0", "2.0")
 """Source: ``distributed_metadata.py`` (``_SUPPORTED_VERSIONS``)."""
@@ -58,6 +65,67 @@ def item_files(root: ReadablePath) -> dict[str, list[str]]:
             problems.add(LayoutMismatch, text, "Move the files of the other run away.")
     problems.raise_if_any()
     return {item: [f"{item}_{rank}.pt" for rank in range(world)] for item in sorted(ranks)}
+
+
+def file_of(item: str, rank: int) -> str:
+    """What a rank's file of an item is called."""
+    return f"{item}_{rank}.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor, as ``metadata.pkl`` describes it, by which resharders find its parts.
+
+    Args:
+        path: Its keys in its item.
+        shape: Of the whole tensor.
+        dtype: Its type.
+        dim: The dimension along which it is cut; None where every rank has all of it.
+    """
+
+    path: tuple[str | int, ...]
+    shape: Shape
+    dtype: DType
+    dim: int | None
+
+
+def metadata_of(items: Mapping[str, Sequence[Described]], device: str, world: int, axis: str) -> bytes:
+    """``metadata.pkl``: plain values, pickled.
+
+    Source: torch_checkpointing 0.1.1, ``distributed_metadata.py``, ``dtensor_metadata.py`` (``DTensorShardingMetadata``,
+    ``DeviceMeshSpec``); ``default_resharder.py`` for what is no DTensor.
+
+    Args:
+        items: The tensors of each item.
+        device: On what the run computes.
+        world: Ranks.
+        axis: What the mesh calls its axis; empty where it has no name.
+    """
+    ranks = tuple(range(world))
+    mesh = {
+        "device_type": device, "mesh_shape": (world,), "mesh_data": ranks, "mesh_dim_names": (axis,) if axis else None,
+    }  # fmt: skip
+    plain = {**mesh, "mesh_dim_names": None}
+
+    def about(one: Described) -> list[dict[str, object]]:
+        placed = {"type": "Replicate"} if one.dim is None else {"type": "Shard", "dim": one.dim}
+        data = {
+            "global_shape": list(one.shape), "dtype": f"torch.{one.dtype.name}", "stride": list(row_major(one.shape)),
+            "mesh_spec": plain if one.dim is None else mesh, "placements": [placed],
+        }  # fmt: skip
+        return [{"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": ranks}]
+
+    layouts = dict.fromkeys(ranks)
+    metadata = {
+        item: {
+            "nested_path_to_metadata": {
+                json.dumps(list(one.path), separators=(",", ":")): about(one) for one in tensors
+            },
+            "rank_to_layout_info": layouts,
+        }
+        for item, tensors in items.items()
+    }
+    return pickle_tree({"metadata": metadata, "world_size": world, "version": _VERSIONS[-1]}, METADATA).data
 
 
 def _world(root: ReadablePath, ranks: Mapping[str, set[int]]) -> int:

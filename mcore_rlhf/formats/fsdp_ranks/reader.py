@@ -46,15 +46,12 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import Manner, manner_of, with_strategy
+from .manner import Manner, manner_of, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
 Values = list[dict[str, Any]]
 NAME = "fsdp-ranks"
-_FORMAT = "_optimizer_state_format_version"
-"""torch_checkpointing's note that states have names. Source: torch_checkpointing 0.1.1, ``state_transformations.py``."""
-_NAMES = "param_names"
 
 
 def read_ranks(root: ReadablePath, options: ReadOptions) -> Source:
@@ -68,14 +65,14 @@ def read_ranks(root: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: Ranks are missing, files are damaged, or the optimizer's are FSDP1's of a model that no table orders.
     """
     if rank_items.has_items(root):
-        extra, by = rank_items.item_files(root), "torch_checkpointing's"
+        extra, items = rank_items.item_files(root), True
         model, optimizer = extra.pop(rank_items.MODEL), extra.pop(rank_items.OPTIMIZER, [])
     else:
-        files, by = rank_files(root, optimizer=options.optimizer), "verl's"
+        files, items = rank_files(root, optimizer=options.optimizer), False
         model, optimizer, extra = files[MODEL], files[OPTIMIZER], {"": files[EXTRA]} if files[EXTRA] else {}
     opened = [read_rank_file(root, name, options.stubs) for name in model]
     optim = [read_rank_file(root, name, options.stubs) for name in (optimizer if options.optimizer else ())]
-    return _RanksReader(root, options, opened, optim, extra, by, Sidecar.read(root, options.stubs)).source()
+    return _RanksReader(root, options, opened, optim, extra, items, Sidecar.read(root, options.stubs)).source()
 
 
 @dataclass
@@ -85,7 +82,7 @@ class _RanksReader:
     model: list[RankFile]
     optim: list[RankFile]
     extra: dict[str, list[str]]
-    by: str
+    items: bool
     sidecar: Sidecar | None
     notes: Report = field(default_factory=Report)
     collected: Collected = field(default_factory=Collected)
@@ -93,7 +90,8 @@ class _RanksReader:
     random: list[Rng] = field(default_factory=list)
 
     def source(self) -> Source:
-        self.notes.add(Fate.NOTE, f"{self.by} rank files, of {len(self.model)} ranks")
+        whose = "torch_checkpointing's" if self.items else "verl's"
+        self.notes.add(Fate.NOTE, f"{whose} rank files, of {len(self.model)} ranks")
         refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
         tensors = self._tensors([self._dictionary(file) for file in self.model])
@@ -147,6 +145,8 @@ class _RanksReader:
             found = with_strategy(manner_of(self.model), self.root, self.model, self.optim)
         except Unsupported:  # what is read and not written
             return None
+        if self.items:
+            found = with_items(found, self.model[0], self.optim[:1], self.extra)
         groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
         fields = tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
         return replace(found, groups=fields or None)
@@ -267,7 +267,7 @@ class _RanksReader:
         named: dict[str, str] = {}
         for number in sorted(self.collected.fields):
             fields = self.collected.fields[number]
-            names = fields.get(_NAMES)
+            names = fields.get(rank_items.NAMES)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 return {}
             keys = fields.get(PARAMS, names)  # torch_checkpointing's transformed states have no numbers
@@ -298,7 +298,7 @@ class _RanksReader:
         problems.raise_if_any()
         for number in sorted(self.collected.fields):
             fields = self.collected.fields[number]
-            fields[PARAMS] = fields.pop(_NAMES)
+            fields[PARAMS] = fields.pop(rank_items.NAMES)
         self.collected.scalars = {named[key]: values for key, values in self.collected.scalars.items() if key in named}
         return {named[key]: dict(states) for key, states in found.items()}
 
@@ -374,7 +374,7 @@ class _RanksReader:
         """The groups of the first rank stand for all; nothing else is read of the files."""
         first = ranks[0].get("param_groups", ())
         for file, values in zip(self.optim, ranks, strict=True):
-            self.unplaced.look(file.file, values, {"state": None, "param_groups": None, _FORMAT: None})
+            self.unplaced.look(file.file, values, {"state": None, "param_groups": None, rank_items.NAMED: None})
             for number, (group, known) in enumerate(zip(values.get("param_groups", ()), first, strict=False)):
                 self.unplaced.compare(file.file, group, known, f"param_groups.{number}")
 

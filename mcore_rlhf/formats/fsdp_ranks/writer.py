@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
 from mcore_rlhf.core.catalog import (
+    FLOAT32,
     FLOATING,
     MASTER,
     PARAM,
@@ -43,6 +44,7 @@ from mcore_rlhf.storage.dcp.sharded import dtensor
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
+from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
 from .groups import as_run_has, rates_of
 from .manner import VERSION, Manner, like
@@ -62,13 +64,14 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     report = source.notes.for_target()
     module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
     manner = _manner(source, own, options, report)
+    by = "verl" if manner.items is None else "torch_checkpointing, without a resharder,"
     world = options.dp or source.parallel.dp
     if world > MOST_RANKS:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
     if world != source.parallel.world_size:
         report.add(
             Fate.CHANGED,
-            f"files of {world} ranks, whom alone verl lets load them; {source.parallel.world_size} wrote the source",
+            f"files of {world} ranks, whom alone {by} lets load them; {source.parallel.world_size} wrote the source",
         )
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer and manner.original:
@@ -81,20 +84,33 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     elif options.no_optimizer:
         report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
     else:
-        report.add(
-            Fate.NOTE, "no optimizer: verl loads the files where its load_contents is ['model'] or ['model', 'extra']"
+        how = (
+            "where its load_contents is ['model'] or ['model', 'extra']"
+            if manner.items is None
+            else "into a model alone"
         )
+        report.add(Fate.NOTE, f"no optimizer: {by.partition(',')[0]} loads the files {how}")
     groups = as_run_has(source, manner, report) if optimizer else ()
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if optimizer else EITHER
     view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
     dtype = None if options.dtype is None else dtype_of(options.dtype)
-    kept = keeps_states(source, world, options.rng)
+    kept = keeps_states(source, world, options.rng) and (manner.items is None or RNG in manner.items)
     ranks = _Ranks(source, module, manner, world, optimizer, groups, view, dtype, kept)
     ranks.check()
     _report(source, optimizer, dtype, report)
-    random = states_of_ranks(source, world, options.rng, report)
-    return ranks.target(_scheduler(source, manner, groups, optimizer, report), random, report)
+    scheduled = manner.items is None or SCHEDULER in manner.items
+    scheduler = _scheduler(source, manner, groups, optimizer, report) if scheduled else None
+    return ranks.target(scheduler, _random(source, manner, world, options, report), report)
+
+
+def _random(source: Source, manner: Manner, world: int, options: WriteOptions, report: Report) -> Sequence[Rng | None]:
+    """Every rank's, where the run's files have a place for them."""
+    if manner.items is None or RNG in manner.items:
+        return states_of_ranks(source, world, options.rng, report)
+    if RNG in source.state.other:
+        report.add(Fate.LOST, "rng: the run that loads it has no item for random states", Item(Kind.RNG))
+    return [None] * world
 
 
 def _manner(source: Source, own: RanksState | None, options: WriteOptions, report: Report) -> Manner:
@@ -166,7 +182,7 @@ class _Ranks:
                     Unsupported, f"{self.source.root}: {name} has no dimensions, and FSDP takes no such parameters"
                 )
         _, strange = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
-        if strange and self.optimizer:
+        if strange and self.optimizer and not self.manner.says_names:
             some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
             number = "torch's optimizers number the parameters in the module's order, which nobody knows here"
             problems.add(
@@ -177,17 +193,23 @@ class _Ranks:
         problems.raise_if_any()
 
     def target(self, scheduler: Mapping[str, object] | None, random: Sequence[Rng | None], report: Report) -> Target:
-        files = []
+        files, manner = [], self.manner
         for rank in range(self.world):
             files.append(self._file(MODEL, rank, partial(self._model, rank)))
             if self.optimizer:
-                make = self._flat if self.manner.version == 1 else self._numbered
+                make = self._flat if manner.version == 1 else self._numbered
                 files.append(self._file(OPTIMIZER, rank, partial(make, rank)))
-            files.append(self._file(EXTRA, rank, partial(_extra, scheduler, random[rank])))
+            for item, tree in self._others(scheduler, random[rank], report if rank == 0 else Report()):
+                files.append(self._file(item, rank, partial(_small, tree)))
         texts, lost = self._sidecar().texts()
         for what in lost:
             report.add(Fate.LOST, f"{what}: no JSON can hold it")
-        texts[CONFIG] = json.dumps({VERSION: self.manner.version, "world_size": self.world}, indent=4)
+        if manner.items is None:
+            texts[CONFIG] = json.dumps({VERSION: manner.version, "world_size": self.world}, indent=4)
+        else:
+            texts[rank_items.METADATA] = rank_items.metadata_of(
+                self._described(), manner.device, self.world, manner.axis
+            )
         return Target(
             format="fsdp-ranks",
             parallel=ParallelConfig(dp=self.world),
@@ -199,8 +221,54 @@ class _Ranks:
         )
 
     def _file(self, kind: str, rank: int, make: Any) -> TargetFile:
-        path = file_of(kind, self.world, rank)
+        if self.manner.items is None:
+            path = file_of(kind, self.world, rank)
+        else:
+            path = rank_items.file_of(rank_items.OPTIMIZER if kind == OPTIMIZER else kind, rank)
         return TargetFile(path, partial(make, path))
+
+    def _others(
+        self, scheduler: Mapping[str, object] | None, random: Rng | None, report: Report
+    ) -> Iterator[tuple[str, object]]:
+        """What lies beside model and optimizer: verl's one file, or each item of the run's that the source has."""
+        state: dict[str, object] = {SCHEDULER: None if scheduler is None else dict(scheduler)}
+        if self.manner.items is None:
+            yield EXTRA, state if random is None else {**state, RNG: dict(random)}
+            return
+        found = {**self.source.state.other, **{k: v for k, v in state.items() if v is not None}}
+        found = {key: value for key, value in found.items() if key != RNG}
+        found |= {} if random is None else {RNG: dict(random)}
+        for item in self.manner.items:
+            if item in found:
+                yield item, found[item]
+            else:
+                report.add(
+                    Fate.NOTE, f"{item}: the source has none; torch_checkpointing stops where a run loads this item"
+                )
+
+    def _described(self) -> dict[str, list[rank_items.Described]]:
+        """All tensors, as resharders want them described."""
+        model = []
+        for name in self._names():
+            entry = self._entry_of(name)
+            cut = self._is_cut(name) and self.manner.cuts(self.world)
+            dim = self.manner.dim(entry.global_shape, self.world) if cut else None
+            model.append(rank_items.Described((name,), entry.global_shape, self._dtype(name, entry), dim))
+        states = []
+        for key, name in self._keyed() if self.optimizer else ():
+            held = list(self._states(name))
+            for entry in held:
+                dim = self.manner.dim(entry.global_shape, self.world)
+                path = ("state", key, entry.name.state)
+                states.append(rank_items.Described(path, entry.global_shape, entry.dtype, dim))
+            for scalar in self._scalars(name) if held else ():
+                states.append(rank_items.Described(("state", key, scalar), (), FLOAT32, None))
+        return {rank_items.MODEL: model, **({rank_items.OPTIMIZER: states} if self.optimizer else {})}
+
+    def _keyed(self) -> list[tuple[int | str, str]]:
+        """Every parameter of the optimizer, by the key of its states."""
+        names = [name for group in self._members() for name in group]
+        return [(name if self.manner.named else number, name) for number, name in enumerate(names)]
 
     def _holds(self) -> Inventory:
         """All that the files have no place for lies beside them, but for random states."""
@@ -267,8 +335,8 @@ class _Ranks:
 
     def _numbered(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP2's optimizer: states by the parameters' numbers, cut as they are."""
-        file, state, mesh = _File(path), dict[int, Any](), self.manner.mesh(self.world, rank)
-        for number, name in enumerate(name for group in self._members() for name in group):
+        file, state, mesh = _File(path), dict[int | str, Any](), self.manner.mesh(self.world, rank)
+        for key, name in self._keyed():
             held: dict[str, Any] = {}
             for entry in self._states(name):
                 dim = self.manner.dim(entry.global_shape, self.world)
@@ -277,11 +345,13 @@ class _Ranks:
                     file.add(entry.name, entry.global_shape, entry.dtype, box), entry.global_shape, dim, mesh
                 )
             if held:
-                state[number] = {**self._scalars(name), **held}
+                state[key] = {**self._scalars(name), **held}
         return file.layout(self._optimizer(state, [len(group) for group in self._members()]))
 
     def _members(self) -> list[list[str]]:
         """The parameters of every group in the module's order; those that are not trained stand with the others, as in ``parameters()``."""
+        if self.manner.says_names:
+            return [list(group.params) for group in self.groups]
         place, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
         where = {name: number for number, group in enumerate(self.groups) for name in group.params}
         found: list[list[str]] = [[] for _ in self.groups]
@@ -328,12 +398,20 @@ class _Ranks:
             )
         return units_of({name: self._entry_of(name).global_shape for name in members})
 
-    def _optimizer(self, state: Mapping[int, Any], counts: Sequence[int]) -> dict[str, Any]:
+    def _optimizer(self, state: Mapping[Any, Any], counts: Sequence[int]) -> dict[str, Any]:
         groups, first = [], 0
-        for group, count in zip(self.groups, counts, strict=True):
-            groups.append({**completed(group.fields, group.scalars), PARAMS: list(range(first, first + count))})
+        for number, (group, count) in enumerate(zip(self.groups, counts, strict=True)):
+            fields = completed(group.fields, group.scalars)
+            if self.manner.items is not None and self.manner.groups is not None:
+                own = self.manner.groups[number] if number < len(self.manner.groups) else {}
+                fields = {key: value for key, value in fields.items() if key in group.fields or key in own}
+            if self.manner.says_names:
+                fields[rank_items.NAMES] = list(self._members()[number])
+            if not self.manner.named:
+                fields[PARAMS] = list(range(first, first + count))
+            groups.append(fields)
             first += count
-        return {"state": dict(state), "param_groups": groups}
+        return {"state": dict(state), "param_groups": groups, **({rank_items.NAMED: 1} if self.manner.named else {})}
 
     def _states(self, name: str) -> Iterator[TensorEntry]:
         states = (self._entry(name, state) for state in self.source.states if state != MASTER)
@@ -381,9 +459,9 @@ class _File:
         return FileLayout(Chunks.of(self.entries), self.records, Pt.of(tree))
 
 
-def _extra(scheduler: Mapping[str, object] | None, random: Rng | None, path: str) -> FileLayout:
-    tree: dict[str, object] = {SCHEDULER: None if scheduler is None else dict(scheduler)}
-    return FileLayout(Chunks.of(()), [], Pt.of(tree if random is None else {**tree, RNG: dict(random)}))
+def _small(tree: object, path: str) -> FileLayout:
+    del path
+    return FileLayout(Chunks.of(()), [], Pt.of(tree))
 
 
 def part(shape: Shape, dim: int, world: int, rank: int) -> Box:

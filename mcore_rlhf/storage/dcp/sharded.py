@@ -57,7 +57,7 @@ class Mesh:
         device: What they compute on: ``cuda``, ``cpu``.
         world: How many they are.
         rank: Which of them writes.
-        name: What the mesh calls its one axis; a run's own mesh must call it so, or torch takes the two for different ones.
+        name: What the mesh calls its one axis; a run's own mesh must call it so, or torch takes the two for different ones. Empty for none.
         release: Whose attributes it has.
     """
 
@@ -66,6 +66,11 @@ class Mesh:
     rank: int
     name: str = "fsdp"
     release: Release = NEWEST
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """What it calls its axes."""
+        return (self.name,) if self.name else None
 
     @cached_property
     def made(self) -> Made:
@@ -122,7 +127,7 @@ def _ranks(mesh: Mesh) -> SmallTensor:
 
 def _of_2_8(mesh: Mesh) -> dict[str, Any]:
     return {
-        "device_type": mesh.device, "mesh": _ranks(mesh), "mesh_dim_names": (mesh.name,),
+        "device_type": mesh.device, "mesh": _ranks(mesh), "mesh_dim_names": mesh.names,
         "_flatten_mesh_list": tuple(range(mesh.world)), "_thread_id": None, "_dim_group_names": [_WORLD],
         "_coordinate_on_dim": [mesh.rank], "_hash": None,
     }  # fmt: skip
@@ -140,7 +145,7 @@ def _of_2_13(mesh: Mesh) -> dict[str, Any]:
 def _since_2_10(mesh: Mesh, layout: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh),
-        "_mesh_dim_names": (mesh.name,), "_root_mesh": None, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
+        "_mesh_dim_names": mesh.names, "_root_mesh": None, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
         "_flatten_mapping": {}, "_dim_group_names": [_WORLD], "_rank": mesh.rank, "_coordinate_on_dim": (mesh.rank,), "_hash": None,
     }  # fmt: skip
 

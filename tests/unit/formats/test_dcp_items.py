@@ -161,3 +161,61 @@ def test_a_folder_with_other_files_beside_a_model_is_none(tmp_path: Path) -> Non
     torch.save({"a": torch.ones(2)}, tmp_path / "best.pt")
     with pytest.raises(NotACheckpoint):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("like", WAYS)
+def test_another_format_becomes_its_files(tmp_path: Path, like: str) -> None:
+    """As the run's own: names, groups and members of the optimizer, and what resharders ask; the package loads it in tests/trainers."""
+    theirs = GOLDEN / like / "step_3"
+    convert(GOLDEN / "numbered" / "step_3", tmp_path / "dcp", replace(options(), to="dcp"))
+    how = replace(options(like=str(theirs)), to="fsdp-ranks", strict=True)
+    assert convert(tmp_path / "dcp", tmp_path / "step_3", how).lossless
+    ours = tmp_path / "step_3"
+    assert {path.name for path in theirs.iterdir()} - {"metadata.pkl"} == {path.name for path in ours.glob("*.pt")}
+    if like == "named":
+        assert pickle.loads((ours / "metadata.pkl").read_bytes()) == pickle.loads(
+            (theirs / "metadata.pkl").read_bytes()
+        )
+    assert_whole(opened(ours))
+    found, wanted = (torch.load(folder / "optimizer_1.pt", weights_only=False) for folder in (ours, theirs))
+    assert found.keys() == wanted.keys()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for key, states in wanted["state"].items():
+        for state, value in states.items():
+            one, other = (getattr(part, "_local_tensor", part) for part in (found["state"][key][state], value))
+            assert (torch.equal(one, other), one.dtype) == (True, other.dtype)
+
+
+def test_a_run_that_trains_other_parameters_is_no_pattern(tmp_path: Path) -> None:
+    like = Path(shutil.copytree(GOLDEN / "numbered" / "step_3", tmp_path / "like"))
+    convert(GOLDEN / "named" / "step_3", tmp_path / "dcp", replace(options(), to="dcp"))
+    for rank in (0, 1):
+        state = torch.load(like / f"optimizer_{rank}.pt", weights_only=False)
+        state["param_groups"][0]["param_names"][0] = "other.weight"
+        torch.save(state, like / f"optimizer_{rank}.pt")
+    with pytest.raises(LayoutMismatch, match=r"trains 0\.weight, which is in no param group of the run") as caught:
+        convert(tmp_path / "dcp", tmp_path / "out", replace(options(like=str(like)), to="fsdp-ranks"))
+    assert "has no other.weight, which the run that --like names trains" in str(caught.value)
+
+
+def test_items_that_the_source_has_not_and_random_states(tmp_path: Path) -> None:
+    like = Path(shutil.copytree(GOLDEN / "numbered" / "step_3", tmp_path / "like"))
+    for rank in (0, 1):
+        shutil.copy(like / f"train_{rank}.pt", like / f"loader_{rank}.pt")
+    convert(GOLDEN / "named" / "step_3", tmp_path / "dcp", replace(options(), to="dcp"))
+    job = convert(tmp_path / "dcp", tmp_path / "out", replace(options(like=str(like)), to="fsdp-ranks"))
+    said = [line["text"] for line in job.target.report.as_json()]
+    assert any(text.startswith("loader: the source has none; torch_checkpointing stops") for text in said), said
+    assert sorted(path.name for path in (tmp_path / "out").glob("*_0.pt")) == [
+        "model_0.pt", "optimizer_0.pt", "train_0.pt",
+    ]  # fmt: skip
+
+
+def test_the_weights_alone(named: Path, tmp_path: Path) -> None:
+    convert(named, tmp_path / "out", replace(options(no_optimizer=True, dp=3), to="fsdp-ranks"))
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.pt")) == sorted(
+        f"{item}_{rank}.pt" for item in ("model", "train") for rank in range(3)
+    )
+    assert [*pickle.loads((tmp_path / "out" / "metadata.pkl").read_bytes())["metadata"]] == ["model"]
+    assert opened(tmp_path / "out").parallel.dp == 3
