@@ -285,10 +285,13 @@ class _Checked(io.RawIOBase):
         Raises:
             Corrupt: It was the last of a file that was read in order, and is damaged.
         """
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), _MOST_NBYTES, max(0, self._file.nbytes - self._at))
-        data = self._file.read(self._at, count)
-        view[:count] = data
+        with (
+            memoryview(buffer) as whole,
+            whole.cast("B") as view,
+        ):  # let go before anything is raised: the caller closes what is below
+            count = min(len(view), _MOST_NBYTES, max(0, self._file.nbytes - self._at))
+            data = self._file.read(self._at, count)
+            view[:count] = data
         if self._summed == self._at:
             self._crc, self._summed = crc32(data, self._crc), self._at + count
         self._at += count
