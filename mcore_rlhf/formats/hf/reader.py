@@ -155,12 +155,9 @@ class _FolderReader:
         """
         tensors = self.weights.tensors
         head, embedding = tensors.get(LM_HEAD), tensors.get(EMBEDDING)
-        if (
-            head is not None
-            and embedding is not None
-            and head.shape[0] == 1 < embedding.shape[0]
-            and VALUE_HEAD not in tensors
-        ):
+        if head is None or embedding is None or VALUE_HEAD in tensors:
+            return
+        if head.shape[:1] == (1,) < embedding.shape[:1]:
             tensors[VALUE_HEAD] = tensors.pop(LM_HEAD)
             self.weights.notes.append(f"{LM_HEAD} has one row: it is a critic's head, and is called {VALUE_HEAD}")
 
