@@ -6,7 +6,6 @@ each tensor itself. Source: vLLM 00b5ad0, ``vllm/model_executor/model_loader/def
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from mcore_rlhf.consolidate import memory_layout, torch_tensor
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError, log_of
 from mcore_rlhf.families.complete import gaps, refuse_left_out
 from mcore_rlhf.families.crossing.description import description, known_description
 from mcore_rlhf.families.crossing.packing import repacked
@@ -45,7 +44,7 @@ from mcore_rlhf.storage.urls import checkpoint_path
 if TYPE_CHECKING:
     import torch
 
-_log = logging.getLogger(__name__)
+_log = log_of("mcore_rlhf.weights")
 _VOCABULARY_MULTIPLE = 64
 """vLLM and SGLang pad vocabularies to a multiple of that before they cut them, and newer vLLMs to one of the ranks as well.
 

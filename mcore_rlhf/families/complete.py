@@ -12,7 +12,7 @@ from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.models.huggingface.config import Config, misfits, text_of
 
-from .module import ModuleState
+from .module import ModuleState, may_lack_frozen
 from .source import Source
 
 _NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.)")
@@ -72,8 +72,9 @@ def refuse_left_out(source: Source, config: Config) -> None:
         Incomplete: Weights are missing, by name.
     """
     family = ModuleState.of(source)
-    unsaid = family is not None and (family.without_frozen or not any(spec.trainable for spec in source.model.params))
-    found = list(_left_out(source, replace(family, config=config))) if family is not None and unsaid else []
+    if family is None or not may_lack_frozen(source, family):
+        return
+    found = list(_left_out(source, replace(family, config=config)))
     if found:
         raise Incomplete(
             f"{source.root}: is not the whole model: {'; '.join(found)}\nWhat is not trained is not in it, as after DeepSpeed's "

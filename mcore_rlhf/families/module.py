@@ -142,6 +142,11 @@ class ModuleState(Family):
         )
 
 
+def may_lack_frozen(source: Source, family: ModuleState) -> bool:
+    """Whether weights that are not trained may have been left out: nothing in the files says that all are there."""
+    return family.without_frozen or not any(spec.trainable for spec in source.model.params)
+
+
 def leaves_out_frozen(top: Mapping[str, object], stage: int | None = None) -> bool:
     """Whether a file of DeepSpeed's is as ``save_checkpoint(exclude_frozen_parameters=True)`` leaves it.
 

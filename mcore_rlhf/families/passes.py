@@ -20,7 +20,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .described import check_described
 from .lora.names import BRIDGE_ADAPTER, OF_ADAPTER
 from .megatron.state import MegatronState
-from .module import USE_MUON, ModuleState, described
+from .module import USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
 from .source import BASE_LRS, OF_SCHEDULERS, Names, Source, scheduled_groups
@@ -190,7 +190,8 @@ def _method(p: Passage) -> str:
 def _has_to_be_whole(p: Passage) -> bool:
     """Whether who takes it has no other place for weights that were not trained, and a part was not asked for."""
     part = p.write.merge_adapter or p.read.exclude_frozen or p.read.only is not None
-    return p.module is not None and p.to_module and not p.to.packs_experts and not part
+    whole = p.module is None or not may_lack_frozen(p.source, p.module)
+    return not (whole or part) and p.to_module and not p.to.packs_experts
 
 
 def _would_be_misread(p: Passage) -> bool:

@@ -268,7 +268,7 @@ def _refuse_of_others(root: ReadablePath, trainer: Trainer | None = None) -> Non
     Raises:
         UsageError: The root is another's.
     """
-    run = run_at(root)
+    run = None if trainer is None and steps.committed(root) else run_at(root)
     if run is None:
         return
     if trainer is None or (

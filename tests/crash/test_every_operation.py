@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.manager.run import retention, staging
+from mcore_rlhf.manager.run import retention, stream
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from tests.crash.recorder import WRITES, Op, Recorder, replayed
 from tests.crash.scenes import QUIET, SingleRun, check_start, committed, copied, leftovers, tree
@@ -23,7 +23,7 @@ OLD, NEW, OTHER = SingleRun(seed=1), SingleRun(seed=2), SingleRun(seed=3)
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several writes per tensor; and the disk's own patience is not under test."""
-    monkeypatch.setattr(staging, "WINDOW_BYTES", 30000)
+    monkeypatch.setattr(stream, "WINDOW_BYTES", 30000)
     monkeypatch.setattr(os, "fsync", os.fstat)
 
 

@@ -48,7 +48,7 @@ class Naming:
 OWN: Naming = Naming(
     steps.MANIFEST,
     lambda name: steps.step_of(PurePosixPath(name)),
-    steps.listed,
-    steps.newest_first,
+    lambda root: steps.listed(root),
+    lambda root: steps.newest_first(root),
 )
 """``global_step_N``."""

@@ -150,7 +150,7 @@ def test_the_page_for_verl_users(folder: Path) -> None:
 
 def test_the_page_for_verl_users_reads_a_dist_ckpt_without_arguments(folder: Path) -> None:
     """As verl calls megatron-core: a genuine torch_dist folder whose common.pt has no args."""
-    (convert,) = commands("for-verl-users.md")
+    convert, _ = commands("for-verl-users.md")
     shutil.copytree(DIST, folder / convert[1])
     common = folder / convert[1] / "common.pt"
     tree = read_pt(common.parent, common.name).tree
