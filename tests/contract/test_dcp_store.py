@@ -31,7 +31,7 @@ from mcore_rlhf.storage.objects import ObjectStore, open_url
 from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.uploaded import UploadedStream
 from tests.distributed.forked import SERVER
-from tests.helpers.object_store import S3, LostAnswer, Request, url
+from tests.helpers.object_store import S3, LostAnswer, Request, downloaded, keys, url
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -61,24 +61,12 @@ def why(value: float, key: str = KEY, many: int = 12, **named: Any) -> str:
     return str(caught.value)
 
 
-def keys(below: str = "") -> list[str]:
-    store = open_url(url("")).store
-    assert isinstance(store, ObjectStore)
-    return sorted(item["path"] for item in store.objects(below))
-
-
 def download(s3: S3, folder: Path, key: str = KEY) -> Path:
     """What a manifest names, as it says of each file; and nothing else lies there."""
-    manifest = Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key)
-    assert keys(key) == sorted(
-        [f"{key}/mcore_rlhf.json", *(f"{key}/{manifest.prefix}/{name}" for name in manifest.files)]
-    )
-    folder.mkdir()
-    for name, entry in manifest.files.items():
-        data = s3.get(f"{key}/{manifest.prefix}/{name}")
-        assert (len(data), crc32(data)) == (entry.nbytes, entry.crc32)
-        (folder / name).write_bytes(data)
-    return folder
+    found, prefix = downloaded(s3, folder, key), Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key).prefix
+    files = [f"{key}/{prefix}/{name}" for name in os.listdir(found)]
+    assert keys(key) == sorted([f"{key}/mcore_rlhf.json", *files])
+    return found
 
 
 def loaded(reader: Any, many: int = 12) -> float:

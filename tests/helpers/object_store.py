@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.objects import ObjectStore, open_url
+
 BUCKET = "bucket"
 
 
@@ -206,3 +210,21 @@ def _ask(method: str, address: str) -> None:
 
     with urlopen(Call(address, method=method, headers={"Authorization": _AUTHORIZATION}), timeout=30):
         pass
+
+
+def keys(below: str = "") -> list[str]:
+    """What lies in the bucket."""
+    store = open_url(url("")).store
+    assert isinstance(store, ObjectStore)
+    return sorted(item["path"] for item in store.objects(below))
+
+
+def downloaded(s3: S3, folder: Path, key: str) -> Path:
+    """What a manifest names, as it says of each file."""
+    manifest = Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key)
+    folder.mkdir()
+    for name, entry in manifest.files.items():
+        data = s3.get(f"{key}/{manifest.prefix}/{name}")
+        assert (len(data), crc32(data)) == (entry.nbytes, entry.crc32)
+        (folder / name).write_bytes(data)
+    return folder

@@ -9,12 +9,9 @@ import pytest
 
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.manifest import Manifest
-from mcore_rlhf.storage.objects import ObjectStore, open_url
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
-from tests.helpers.object_store import S3, url
+from tests.helpers.object_store import S3, downloaded, keys, url
 from tests.reference import dcp_jobs, dcp_writer_jobs
 from tests.reference.fsdp_jobs import Whole, differences
 from tests.reference.test_dcp import without_schedule
@@ -25,23 +22,6 @@ KEY = "runs/step_1"
 
 def in_store(pool: WorkerPool, s3: S3, job: Any, *args: object) -> list[Any]:
     return run(pool, dcp_writer_jobs.in_store, HOW, s3.environment, job, *args)
-
-
-def keys(below: str) -> list[str]:
-    store = open_url(url("")).store
-    assert isinstance(store, ObjectStore)
-    return sorted(item["path"] for item in store.objects(below))
-
-
-def downloaded(s3: S3, folder: Path, key: str = KEY) -> Path:
-    """What the manifest names, as it says of each file."""
-    manifest = Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key)
-    folder.mkdir()
-    for name, entry in manifest.files.items():
-        data = s3.get(f"{key}/{manifest.prefix}/{name}")
-        assert (len(data), crc32(data)) == (entry.nbytes, entry.crc32)
-        (folder / name).write_bytes(data)
-    return folder
 
 
 def assert_holds(pool: WorkerPool, s3: S3, folder: Path, wanted: Whole, key: str = KEY) -> None:
