@@ -102,9 +102,9 @@ def _written(folder: Path) -> Path:
     return folder / "ds.json"
 
 
-EACH = [SAVED, Setting("plain", "fp32", 0, 1), *(
-    pytest.param(setting, marks=pytest.mark.slow)
-    for setting in (Setting("plain", "bf16", 3, 1), Setting("plain", "fp16", 1, 1), Setting("plain", "fp16", 0, 1))
+EACH = [SAVED, *(
+    pytest.param(Setting("plain", dtype, stage, 1), marks=pytest.mark.slow)
+    for dtype, stage in (("fp32", 0), ("bf16", 3), ("fp16", 1), ("fp16", 0))
 )]  # fmt: skip
 _UNREAD = re.compile(r".*/\d+|param_shapes.*|checkpoint_parallel_dimensions/.*")
 """What our reader needs, or needs to agree, and DeepSpeed may not: the folder cannot be opened, which is said in place of an outcome."""

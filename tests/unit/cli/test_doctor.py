@@ -102,9 +102,9 @@ def test_a_requirement_that_is_missing_is_a_problem(cli: Cli, tmp_path: Path, mo
 def test_locks_that_do_not_hold_and_folders_that_cannot_be_written(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: None)
-    assert "note: locks do not hold here" in cli("doctor", tmp_path).stdout
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor.fcntl, "flock", lambda *_: None)
+        assert "note: locks do not hold here" in cli("doctor", tmp_path).stdout
     if os.path.isdir("/proc"):
         outcome = cli("doctor", "/proc", "--json")
         assert outcome.code == 1
