@@ -412,12 +412,17 @@ def _degree(pt: PtFile, top: Mapping[str, Any], key: str) -> int:
 
 
 def _has_optimizer_files(files: TagFiles, first: PtFile, top: Mapping[str, Any]) -> bool:
-    """Whether the run wrote any: stage 0 did not, and says so by having no ``param_shapes``."""
+    """Whether the run wrote any: stage 0 did not, and says so by having no ``param_shapes``.
+
+    In bfloat16 DeepSpeed 0.17 has them at stage 0, and wrote none (0.17.6, ``runtime/engine.py``, ``_configure_checkpointing``).
+    """
     if files.optim or top.get("param_shapes") is None or top.get("optimizer") is not None:
         return bool(files.optim)
+    stage0 = section(top.get("ds_config"), "zero_optimization").get("stage") == 0
+    copy = "DeepSpeed 0.17 never wrote them at stage 0: r" if stage0 else "Copy them as well, or r"
     raise Incomplete(
         f"{files.folder}: {first.file} says that ZeRO partitioned the optimizer, but there is no …_optim_states.pt file\n"
-        "Copy them as well, or read the weights alone with --no-optimizer."
+        f"{copy}ead the weights alone with --no-optimizer."
     )
 
 

@@ -56,7 +56,12 @@ class TestMissing:
         root = bad(Z2)
         for path in (root / "step3").glob("*optim_states.pt"):
             path.unlink()
-        refused(root, Incomplete, "no …_optim_states.pt file", "--no-optimizer")
+        refused(root, Incomplete, "no …_optim_states.pt file", "Copy them as well", "--no-optimizer")
+        path = root / "step3" / "mp_rank_00_model_states.pt"
+        tree = torch.load(path, weights_only=False)
+        tree["ds_config"]["zero_optimization"]["stage"] = 0
+        torch.save(tree, path)
+        refused(root, Incomplete, "DeepSpeed 0.17 never wrote them", "--no-optimizer")
 
     def test_all_layer_files(self, bad: Callable[[str], Path]) -> None:
         root = bad("pp2_z1_fp32_dp2")
