@@ -47,14 +47,18 @@ OF_TRAINER = "trainer"
 
 
 def resolved(options: ConvertOptions) -> ConvertOptions:
-    """The options with the format that a trainer is given, where its name stands for one.
+    """The options with the format that a trainer is given, where its name stands for one, and of a run that ``--like`` names a step.
 
     Args:
         options: What somebody asked for.
 
     Raises:
         Unsupported: The trainer's runs are read, and not written.
+        LayoutMismatch: That run has steps of two trainers.
     """
+    shown = None if options.write.like is None else run_at(Path(options.write.like).expanduser())
+    if shown is not None and (newest := max(shown.found, default=None)) is not None:  # any step shows how the run is
+        options = replace(options, write=replace(options.write, like=str(shown.found[newest].folder)))
     trainer = trainer_named(options.to)
     if trainer is None or options.trainer:
         return options

@@ -23,9 +23,22 @@ SHARDED = "pytorch_model_fsdp_0"
 """What of an FSDP run's two folders has the model. Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``)."""
 
 
+PICKLED = "pytorch_model.bin"
+"""The weights of a run with ``save_safetensors=False``, which then reads no others, until transformers 5, which has no such run.
+
+Source: transformers 4.57.6, ``trainer.py`` (``_load_from_checkpoint``).
+"""
+
+
 def is_sharded(folder: ReadablePath) -> bool:
     """Whether a checkpoint is that of an FSDP run."""
     return (folder / SHARDED).is_dir()
+
+
+def has_parameters(folder: ReadablePath, files: RunFiles) -> int:
+    """How many its optimizer has, by number; 0 where there is none."""
+    there = not is_sharded(folder) and (folder / files.optimizer).is_file()
+    return OptimizerFile.open(folder, files.optimizer, ()).count if there else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +50,14 @@ class Like:
         scheduler: Its scheduler's state.
         counters: The Trainer's.
         ranks: How many ranks' random states it has; 0 where it has none.
+        pickled: Whether its weights are in torch's own file.
     """
 
     groups: tuple[ParamGroup, ...] = ()
     scheduler: Mapping[str, object] = field(default_factory=dict)
     counters: Mapping[str, object] = field(default_factory=dict)
     ranks: int = 0
+    pickled: bool = False
 
     @classmethod
     def read(cls, folder: ReadablePath | None, files: RunFiles, order: list[str], shapes: Mapping[str, Shape]) -> Like:
@@ -72,7 +87,8 @@ class Like:
         scheduler = read_pt(folder, files.scheduler) if (folder / files.scheduler).is_file() else None
         tree = {} if scheduler is None else scheduler.materialize(scheduler.tree)
         counters, ranks = read_counters(folder, files), len(files.rng_files(folder))
-        return cls(groups, tree if isinstance(tree, Mapping) else {}, counters, ranks)
+        known = tree if isinstance(tree, Mapping) else {}
+        return cls(groups, known, counters, ranks, (folder / PICKLED).is_file())
 
     def counters_at(self, iteration: int) -> dict[str, object]:
         """Its counters at another step: what is of the run stays, what is of the step is left out or counted on."""

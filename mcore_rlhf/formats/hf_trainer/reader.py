@@ -157,13 +157,15 @@ class _RunReader:
         return found
 
     def _as_trained(self, optimizer: OptimizerFile) -> Source:
-        """The weights as the optimizer has them: transformers 5 packs experts in memory, and has as many parameters as it then has."""
-        config = self.weights.family.config
+        """The weights as the module had them, which has as many parameters as the optimizer: with the experts of a layer in one tensor
+        (transformers 5), or each a module, as they are on disk (transformers 4), and then there is nothing to pack for another module.
+        """
+        config, trained = self.weights.family.config, [spec for spec in self.weights.model.params if spec.trainable]
         if not packed_in(config):
             return self.weights
-        packed = repacked(self.weights, config, packs_experts=True)
-        trained = [spec for spec in self.weights.model.params if spec.trainable]
-        return self.weights if optimizer.count == len(trained) else packed
+        if optimizer.count == len(trained):
+            return replace(self.weights, family=replace(ModuleState.needed(self.weights), packs_experts=True))
+        return repacked(self.weights, config, packs_experts=True)
 
     def _named(self, optimizer: OptimizerFile, weights: Source) -> list[str]:
         """The parameters in the module's order, with the optimizer's numbers named."""

@@ -10,7 +10,7 @@ from .table import Architecture, Packed
 
 _MOE = "block_sparse_moe"
 _INSIDE = (f"{_MOE}.experts.{{e}}", "w1", "w3", "w2")
-_EXPERTS = tuple(f"model.layers.{{i}}.{_MOE}.experts.{{e}}.{part}.weight" for part in ("w1", "w3", "w2"))
+_EXPERTS = tuple(f"model.layers.{{i}}.{_MOE}.experts.{{e}}.{part}.weight" for part in ("w1", "w2", "w3"))
 
 MIXTRAL = Architecture(
     "mixtral",

@@ -1,7 +1,8 @@
 """The order of a model's parameters in memory, which is what numbers in a torch optimizer's state dict count.
 
 Names and shapes do not say it: safetensors' files are in alphabetical order, and most layers' tensors are alike.
-Source: transformers 5.23.0, ``models/*/modeling_*.py``: ``named_parameters()`` of the class that ``config.json`` names.
+Source: transformers 5.23.0 and, of experts one by one, 4.57.6, ``models/*/modeling_*.py``: ``named_parameters()`` of the class that
+``config.json`` names.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def _agreed(names: Collection[str]) -> list[str]:
 
 
 def _orders(known: Architecture) -> tuple[Iterable[str], Iterable[str]]:
-    """The table's order with packed experts in the place of theirs on disk, and as it is."""
+    """The table's order with packed experts in the place of theirs on disk, and that of modules one by one."""
     packed = {file: row.module for row in known.packed for file in row.files}
-    return dict.fromkeys(packed.get(name, name) for name in known.order), known.order
+    return dict.fromkeys(packed.get(name, name) for name in known.order), known.order4 or known.order
 
 
 def _sorted(order: Iterable[str], names: Collection[str]) -> tuple[list[str], list[str]]:

@@ -75,4 +75,5 @@ QWEN3_MOE = Architecture(
     ),
     moe.PACKED,
     moe.NEEDS,
+    order4=dense.in_order(*dense.SELF_ATTENTION, *dense.QK_NORMS, *dense.MLP, *moe.ROUTER_ORDER, *moe.EXPERT_ORDER),
 )

@@ -278,6 +278,7 @@ class Architecture:
         packed: Parameters that have other names, or other shapes, in memory than on disk.
         needs: Sizes that are not 0 in a model of this architecture.
         implementation: The only ``--transformer-impl`` with which Megatron builds it; None where there are two.
+        order4: As ``order``, in transformers 4, whose experts are modules one by one; empty where it is no other.
     """
 
     model_type: str
@@ -288,3 +289,4 @@ class Architecture:
     packed: tuple[Packed, ...] = ()
     needs: tuple[str, ...] = ()
     implementation: str | None = None
+    order4: tuple[str, ...] = ()

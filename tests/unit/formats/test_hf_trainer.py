@@ -17,10 +17,13 @@ from mcore_rlhf.convert import ConvertOptions, convert, prepare
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.subject import find
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "transformers"
 TRAINER, ACCELERATE = GOLDENS / "checkpoint-2", GOLDENS / "step_2"
+OF_4 = GOLDENS.with_name("transformers_4") / "checkpoint-2"
 
 
 @pytest.fixture
@@ -315,3 +318,21 @@ def test_groups_that_the_trainer_deals_otherwise(tmp_path: Path) -> None:
     groups = torch.load(tmp_path / "trainer" / "optimizer.pt", weights_only=True)["param_groups"]
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(16, 0.01), (11, 0.01)]
     assert torch.load(tmp_path / "trainer" / "scheduler.pt", weights_only=True)["base_lrs"] == [0.01, 0.01]
+
+
+@pytest.mark.parametrize("by", ["megatron", "universal", "hf-trainer"])
+def test_experts_of_transformers_4_stay_one_by_one(by: str, tmp_path: Path) -> None:
+    """Its optimizer counts each expert's matrices, and so does what goes back to it, number by number, whatever it was meanwhile."""
+    run = tmp_path / "run"
+    shutil.copytree(OF_4, run / "checkpoint-2")
+    like = {} if by == "hf-trainer" else {"like": str(run)}
+    convert(OF_4, tmp_path / "there", options(by, **({"tp": 1} if by == "megatron" else {})))
+    convert_step(find(tmp_path / "there", ReadOptions()), tmp_path / "new", options("transformers", **like))
+    new, old = (torch.load(at / "optimizer.pt", weights_only=True) for at in (tmp_path / "new" / "checkpoint-2", OF_4))
+    assert [group["params"] for group in new["param_groups"]] == [group["params"] for group in old["param_groups"]]
+    assert new["state"].keys() == old["state"].keys()
+    for number, states in old["state"].items():
+        assert all(torch.equal(new["state"][number][name], value) for name, value in states.items())
+    mine, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "new" / "checkpoint-2", OF_4))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())

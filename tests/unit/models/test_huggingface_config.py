@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 500000.0, "hidden_act": "silu",
 }  # fmt: skip
 
+ORDERS = json.loads((Path(__file__).parents[2] / "goldens" / "transformers_4" / "parameters.json").read_text())
 TRAINED = {"original_max_position_embeddings": 8192}
 
 
@@ -106,7 +109,7 @@ def test_there_and_back(known: Any, tied: bool) -> None:
 
 
 def test_the_order_of_a_module_is_of_the_names_that_are_given() -> None:
-    """Of all architectures it is held against transformers in tests/reference/test_architectures.py."""
+    """Of all architectures it is held against transformers 5 in tests/reference/test_architectures.py."""
     names = {
         "lm_head.weight",
         "model.embed_tokens.weight",
@@ -123,6 +126,12 @@ def test_the_order_of_a_module_is_of_the_names_that_are_given() -> None:
         module_order(config, {*names, "v_head.summary.weight"})
     with pytest.raises(Unsupported, match="model_type gpt2 is in no table"):
         module_order({"model_type": "gpt2"}, names)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_experts_one_by_one_are_in_the_order_of_transformers_4(kind: str) -> None:
+    config, names = ORDERS[kind]["config"], ORDERS[kind]["names"]
+    assert module_order(config, sorted(names)) == names
 
 
 def test_without_a_description_all_tables_must_agree() -> None:
