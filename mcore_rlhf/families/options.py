@@ -204,7 +204,7 @@ class WriteOptions(FormatOptions):
     )
     like: str | None = option(
         FOLDER,
-        "A checkpoint that the trainer itself wrote: what depends on its run is as there.",
+        "A checkpoint that the trainer itself wrote, or its run: what depends on that run is as there.",
         group=LAYOUT,
         more="Without it as in the source, or what the trainer does by default, and the report says so.",
         takes=Takes.LIKE,

@@ -277,14 +277,17 @@ def _other_names(p: Passage) -> Source:
     return with_other_names(p.source, _description(p))
 
 
+def _like(p: Passage) -> Source:
+    """The checkpoint that ``--like`` names."""
+    assert p.open is not None  # whoever converts gives it
+    how = replace(p.read, role=None, step=None, only=None, exclude_frozen=False)
+    return p.open(Path(str(p.write.like)).expanduser(), how)
+
+
 def _as_run(p: Passage) -> Source:
     from .crossing.going_on import as_run
 
-    assert p.open is not None  # whoever converts gives it
-    like = p.open(
-        Path(str(p.write.like)).expanduser(), replace(p.read, role=None, step=None, only=None, exclude_frozen=False)
-    )
-    return as_run(p.source, like, _description(p))
+    return as_run(p.source, _like(p), _description(p))
 
 
 def _has_other_groups(p: Passage) -> bool:
@@ -348,13 +351,24 @@ def _with_fitting_schedule(p: Passage) -> Source:
 
 def _are_to_be_packed(p: Passage) -> bool:
     wanted = p.to_module and p.to.packs_experts and p.module is not None and not p.module.packs_experts
-    return wanted and bool(packed_in(p.source.family.config))
+    return wanted and p.write.like is None and bool(packed_in(p.source.family.config))
 
 
 def _packed(p: Passage) -> Source:
     from .crossing.packing import repacked
 
     return repacked(p.source, p.source.family.config, packs_experts=True)
+
+
+def _has_experts_of_a_run(p: Passage) -> bool:
+    """Whether a run goes on that has its experts in one of two ways."""
+    return p.to_module and p.to.packs_experts and p.write.like is not None and bool(packed_in(_description(p)))
+
+
+def _as_in_run(p: Passage) -> Source:
+    from .crossing.going_on import with_experts_of
+
+    return with_experts_of(_like(p), p.source, _description(p))
 
 
 def _check_extra_states(p: Passage) -> None:
@@ -406,6 +420,7 @@ NAMES = (
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
     Pass("experts packed", _are_to_be_packed, _packed),
+    Pass("experts as in the run that goes on", _has_experts_of_a_run, _as_in_run),
     Pass("torchtitan's names again", _had_own_names, _other_names),
     Pass("the run that goes on", lambda p: p.to.lays_out_keys and p.write.like is not None, _as_run),
 )  # fmt: skip

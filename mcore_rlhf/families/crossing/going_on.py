@@ -17,13 +17,30 @@ from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
+from mcore_rlhf.models.huggingface.config import packed_in
 
+from .packing import from_files, repacked
 from .schedule import LAMBDAS, PER_GROUP
 from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
 _TRAIN_STATE = "train_state"
+
+
+def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) -> Source:
+    """The source with experts as a run has them in memory: packed, or as transformers 4 has them, one by one.
+
+    Args:
+        like: A checkpoint of the run.
+        source: Under a module's names.
+        config: The model's ``config.json``.
+
+    Raises:
+        CheckpointError: See :func:`~.packing.repacked`.
+    """
+    packed = from_files(like.model.shapes, packed_in(config)).same
+    return repacked(source, config, packs_experts=packed)
 
 
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:

@@ -35,12 +35,6 @@ def is_sharded(folder: ReadablePath) -> bool:
     return (folder / SHARDED).is_dir()
 
 
-def has_parameters(folder: ReadablePath, files: RunFiles) -> int:
-    """How many its optimizer has, by number; 0 where there is none."""
-    there = not is_sharded(folder) and (folder / files.optimizer).is_file()
-    return OptimizerFile.open(folder, files.optimizer, ()).count if there else 0
-
-
 @dataclass(frozen=True, slots=True)
 class Like:
     """What such a checkpoint says; empty without one.

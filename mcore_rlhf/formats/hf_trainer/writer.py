@@ -42,7 +42,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import ALIKE, COUNTERS, SCALER, HfRunState
 from .files import STEP as GLOBAL_STEP
-from .like import PICKLED, Like, has_parameters, is_sharded
+from .like import PICKLED, Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
 
 
@@ -58,13 +58,12 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
-    ModuleState.needed(source, files.format)
+    module = ModuleState.needed(source, files.format)
     adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
     if adapted and HfRunState.of(source) is None:
         source = adapter_alone(source, options.reference_config)
+        module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
-    source = _as_run(source, config, options, files)
-    module = ModuleState.needed(source, files.format)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         check_groups(source)
@@ -94,15 +93,6 @@ _EXPERTS: Rule[Source] = Rule(
 def _still(source: Source, module: ModuleState) -> set[str]:
     """What no optimizer has."""
     return {*module.buffers, *(spec.name for spec in source.model.params if not spec.trainable)}
-
-
-def _as_run(source: Source, config: Mapping[str, object], options: WriteOptions, files: RunFiles) -> Source:
-    """The source as the module of ``--like`` has it: with as many parameters as its optimizer; transformers 4 has experts one by one."""
-    count = 0 if options.like is None else has_parameters(Path(options.like).expanduser(), files)
-    if not count or count == len([spec for spec in source.model.params if spec.trainable]):
-        return source
-    loose = repacked(source, config, packs_experts=False) if config else source
-    return loose if count == len([spec for spec in loose.model.params if spec.trainable]) else source
 
 
 def _alone(
