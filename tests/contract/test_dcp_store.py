@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -30,8 +29,7 @@ from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.objects import ObjectStore, open_url
 from mcore_rlhf.storage.settings import StoreSettings, stores_with
 from mcore_rlhf.storage.uploaded import UploadedStream
-from tests.distributed.forked import SERVER
-from tests.helpers.object_store import S3, LostAnswer, Request, downloaded, keys, url
+from tests.helpers.object_store import S3, LostAnswer, Request, downloaded, keys, killed_at, url
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -287,24 +285,11 @@ def test_a_kill_at_a_request_leaves_all_or_nothing(s3: S3, nth: int, rng: random
     for number in itertools.count(rng.randrange(nth), nth):
         s3.forget()
         save(1.0, many=MANY)
-        child, seen = SERVER.Process(target=save_there, args=(s3.environment, 2.0)), list[Request]()
-
-        def kill(request: Request, child: Any = child, seen: list[Request] = seen, number: int = number) -> str | None:
-            seen.append(request)
-            if len(seen) <= number:
-                return None
-            os.kill(child.pid, signal.SIGKILL)
-            return "503 Slow Down"
-
-        s3.fault = kill
-        child.start()
-        child.join(120)
-        s3.fault = lambda request: None
-        assert child.exitcode in (0, -signal.SIGKILL)
+        was_killed = killed_at(s3, number, save_there, 2.0)
         outcomes.append(there(many=MANY))
         save(3.0, many=MANY, overwrite=True)
         assert there(many=MANY) == 3.0
-        if child.exitcode == 0:
+        if not was_killed:
             break
     assert len(outcomes) > 3
     assert outcomes == sorted(outcomes, key=lambda value: value or 0.0)

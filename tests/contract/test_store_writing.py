@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import shutil
-import signal
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,8 +37,7 @@ from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.upload import StorePublication, dead, remove
 from mcore_rlhf.storage.uploaded import part_nbytes
 from tests.contract.test_store import GOLDENS, ONE_OF_EACH
-from tests.distributed.forked import SERVER
-from tests.helpers.object_store import BUCKET, S3, LostAnswer, Request, url
+from tests.helpers.object_store import BUCKET, S3, LostAnswer, Request, killed_at, url
 from tests.helpers.store_child import convert_there
 from tests.unit.manager.roots import make_step
 
@@ -173,29 +170,6 @@ def _seen(key: str) -> dict[str, bytes] | None:
     return contents(folder)
 
 
-def _run_and_kill(s3: S3, key: str, number: int, plain: bool, overwrite: bool) -> bool:
-    """Convert in another process, and kill it when it has made so many requests; returns whether it came that far."""
-    environment = s3.environment
-    options = {"overwrite": overwrite, "write": {"dtype": "float32"}}
-    child = SERVER.Process(target=convert_there, args=(str(SOURCE), url(key), environment, plain, options))
-    seen = []
-
-    def kill(request: Request) -> str | None:
-        seen.append(request)
-        if len(seen) <= number:
-            return None
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        return "503 Slow Down"
-
-    s3.fault = kill
-    child.start()
-    child.join(120)
-    s3.fault = lambda request: None
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode != 0
-
-
 @pytest.mark.parametrize("plain", [False, True], ids=["overwriting", "plain"])
 @pytest.mark.parametrize("nth", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["one in four", "each"])
 def test_a_kill_at_a_request_leaves_all_or_nothing(
@@ -215,7 +189,8 @@ def test_a_kill_at_a_request_leaves_all_or_nothing(
         if old is not None:
             for path, data in written.items():
                 s3.put(key + path, data)
-        was_killed = _run_and_kill(s3, key, number, plain, not plain)
+        write = {"overwrite": not plain, "write": {"dtype": "float32"}}
+        was_killed = killed_at(s3, number, convert_there, str(SOURCE), url(key), plain, write)
         there = _seen(key)
         assert there in (old, whole)
         outcomes.append(there == whole)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.objects import ObjectStore, open_url
+from tests.distributed.forked import SERVER
 
 BUCKET = "bucket"
 
@@ -219,10 +222,47 @@ def keys(below: str = "") -> list[str]:
     return sorted(item["path"] for item in store.objects(below))
 
 
+@contextmanager
+def killing(s3: S3, number: int, victims: Callable[[Request], Iterable[int]]) -> Iterator[list[Request]]:
+    """Kill processes before request ``number``, counted from zero, is carried out: that is after the one before it was.
+
+    Args:
+        s3: The server.
+        number: Of the request.
+        victims: By a request the processes that are killed, now and at each later one.
+    """
+    seen = list[Request]()
+
+    def kill(request: Request) -> str | None:
+        seen.append(request)
+        if len(seen) <= number:
+            return None
+        for pid in victims(request):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return "503 Slow Down"
+
+    s3.fault = kill
+    try:
+        yield seen
+    finally:
+        s3.fault = lambda request: None
+
+
+def killed_at(s3: S3, number: int, main: Callable[..., object], *words: object) -> bool:
+    """Whether a process of its own, ``main(environment, *words)``, came as far as request ``number``, where it is killed."""
+    child = SERVER.Process(target=main, args=(s3.environment, *words))
+    with killing(s3, number, lambda request: [child.pid or 0]):
+        child.start()
+        child.join(120)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
 def downloaded(s3: S3, folder: Path, key: str) -> Path:
     """What a manifest names, as it says of each file."""
     manifest = Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name, entry in manifest.files.items():
         data = s3.get(f"{key}/{manifest.prefix}/{name}")
         assert (len(data), crc32(data)) == (entry.nbytes, entry.crc32)

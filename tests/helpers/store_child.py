@@ -8,7 +8,7 @@ from typing import Any
 
 
 def convert_there(
-    source: str, target: str, environment: Mapping[str, str], plain: bool, options: dict[str, Any]
+    environment: Mapping[str, str], source: str, target: str, plain: bool, options: dict[str, Any]
 ) -> None:
     """Convert; the server's address stands in the environment."""
     os.environ.update(environment)
