@@ -167,6 +167,11 @@ class AnyReader(StorageReader):
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, found: torch.Tensor) -> None:
     target = planner.resolve_tensor(item).detach()
+    if not torch.can_cast(found.dtype, target.dtype):
+        raise UsageError(
+            f"{item.storage_index.fqn}: is asked for as {target.dtype}, and there as {found.dtype}: its values would be cut off\n"
+            "Ask for it as floating-point numbers."
+        )
     target.copy_(found)
     planner.commit_tensor(item, target)
 
