@@ -21,7 +21,7 @@ from mcore_rlhf.convert import is_checkpoint
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, StorageError, log_of
 from mcore_rlhf.storage.beneath import make_folder, move, open_new, remove, remove_beneath
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import names_in
@@ -30,7 +30,7 @@ from mcore_rlhf.storage.transactions import Lock, Places
 from mcore_rlhf.storage.upload import StorePublication, object_store
 from mcore_rlhf.storage.uploaded import UploadedStream
 
-from .targets import FolderTarget, StoreTarget, Target
+from .targets import FolderTarget, StoreTarget, Target, manifest_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -234,7 +234,7 @@ class _InFolder(Saving):
             move(self._folder, publication.staging)
             if self._lock is not None:
                 self._lock.release()
-            publication.commit(Manifest(entries, provenance=provenance(ranks=self._run.world)))
+            publication.commit(manifest_of(self._target.name, entries, self._run.world))
 
 
 def _check(path: Path, entry: FileEntry) -> None:
@@ -269,7 +269,7 @@ class _InStore(Saving):
         """See :meth:`Saving.publish`; a store has everything when it says so."""
         entries = self.entries(self._target)
         with self._publication(overwrite) as publication:
-            publication.commit(Manifest(entries, provenance=provenance(ranks=self._run.world)))
+            publication.commit(manifest_of(self._target.name, entries, self._run.world))
             with suppress(CheckpointError, OSError):  # it is published: `prune --dead` removes them
                 publication.notes.remove("*")
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from mcore_rlhf.convert import is_checkpoint
 from mcore_rlhf.errors import Incomplete, StorageError, UsageError
-from mcore_rlhf.storage.manifest import PREFIX, FileEntry, entry_of
+from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, entry_of, provenance
 from mcore_rlhf.storage.objects import ObjectStore
 from mcore_rlhf.storage.paths import ReadablePath, local_path, url_in
 from mcore_rlhf.storage.patience import names_in
@@ -29,6 +29,7 @@ from mcore_rlhf.storage.transactions import occupants, recover_in
 from mcore_rlhf.storage.upload import StorePublication, keys, object_store
 from mcore_rlhf.storage.uploaded import UploadedStream
 from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.trainers.known import called_so
 
 _TMP = ".tmp"
 """What torch calls a file by until it is whole, which a store has of every file."""
@@ -110,6 +111,18 @@ class Target(ABC):
             word: That of the save.
             nbytes: How long one is at most, nearly.
         """
+
+
+def manifest_of(name: str, files: Mapping[str, FileEntry], ranks: int) -> Manifest:
+    """What is published with a folder; where it is called as some trainer calls its steps, it is that step.
+
+    Args:
+        name: What the folder is called.
+        files: Of all ranks.
+        ranks: How many they are.
+    """
+    step = next((number for _, number in called_so(name)), None)
+    return Manifest(files, step=step, provenance=provenance(ranks=ranks))
 
 
 def target_of(given: str | os.PathLike[str]) -> Target:

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, StorageError, UsageError, headline, log_of
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.settings import SETTINGS, stores_with
 from mcore_rlhf.storage.upload import StorePublication
 
-from .targets import Files, Target, target_of
+from .targets import Files, Target, manifest_of, target_of
 
 LOG = log_of("mcore_rlhf.dcp")
 _METADATA = ".metadata"
@@ -235,7 +235,7 @@ class Writer(FileSystemWriter):
             entries = {name: entry for share in shares for name, entry in share.files.items()}
             files.check(entries)
             entries.update(files.written(_METADATA))
-            publication.commit(Manifest(entries, provenance=provenance(ranks=len(results))))
+            publication.commit(manifest_of(target.path.name, entries, len(results)))
         finally:
             self._end()
 

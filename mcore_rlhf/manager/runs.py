@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.errors import Incomplete, LayoutMismatch
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch
 from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
-from mcore_rlhf.trainers.table import HERE, Trainer
+from mcore_rlhf.trainers.table import HERE, STEP, Trainer
 
 from .run import steps
 from .run.naming import OWN, Naming
@@ -98,9 +101,10 @@ class TrainerStep:
     def described(self) -> Step:
         """As it stands in the list of a root's steps."""
         if not self.trainer.by_role and is_there(self.folder / self.manifest):
-            return steps.described(self.step, self.folder, self.manifest)
+            found = steps.described(self.step, self.folder, self.manifest)
+            return found if found.roles else replace(found, roles=tuple(self.models()))
         missing = {name for place in self.places.values() for name in self.trainer.missing(place)}
-        why = f"has no {', '.join(sorted(missing))}: {self.trainer.title} passes over it"
+        why = f"has no {', '.join(sorted(missing))}: {self.trainer.title} does not go on from it"
         if absent := self.absent:
             missing, why = {*absent}, f"has no model in {', '.join(absent)}"
         return Step(
@@ -163,10 +167,30 @@ class TrainerRun:
         return named.pop() if len(named) == 1 else None
 
     def _tracked_in(self, folder: ReadablePath) -> int | None:
-        try:
+        with suppress(OSError, ValueError, CheckpointError):
+            if self.trainer.counted and is_there(folder / self.trainer.counted):
+                return counted_step(folder, self.trainer.counted)
             return self.trainer.tracked_step(reading.read_line(folder / self.trainer.tracker))
-        except (OSError, ValueError):
-            return None
+        return None
+
+
+def counted_step(root: ReadablePath, name: str) -> int:
+    """The step in a root's counters, see :attr:`.Trainer.counted`.
+
+    Args:
+        root: The root.
+        name: What the file is called.
+
+    Raises:
+        CheckpointError: It cannot be read, or has no step.
+    """
+    pt = read_pt(root, name)
+    tree = pt.materialize(pt.tree)
+    step = tree.get(STEP) if isinstance(tree, Mapping) else None
+    number = int(step) if isinstance(step, SmallTensor) and step.numel() == 1 else -1
+    if number < 0:
+        raise Corrupt(f"{root / name}: step should be a number of no dimensions, not negative, and is {step!r:.80}")
+    return number
 
 
 def listed_steps(root: ReadablePath) -> list[Step]:

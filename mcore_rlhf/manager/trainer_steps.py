@@ -150,9 +150,9 @@ class TrainerSteps:
 
     def number_of(self, folder: Path) -> int:
         """The step that a folder is, by its manifest or else its name; zero where neither says."""
-        if (folder / self.root.manifest).is_file():
-            return Manifest.read(folder / self.root.manifest).step or 0
-        return self.root.trainer.step_of(folder.name) or 0
+        path = folder / self.root.manifest
+        said = Manifest.read(path).step if path.is_file() else None
+        return self.root.trainer.step_of(folder.name) or 0 if said is None else said
 
     def _found_in(self, folder: Path) -> Problems:
         """What is wrong with a step; every rank reads its share, and all hear of everything."""

@@ -19,6 +19,7 @@ from . import (
     ray_train,
     rlinf,
     slime,
+    torch_checkpointing,
     torchtitan,
     transformers,
     verl,
@@ -27,8 +28,8 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
-    open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, lightning.TRAINER, ray_train.TRAINER, slime.TRAINER,
-    megatron.BRIDGE, megatron.LM,
+    open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER, ray_train.TRAINER,
+    slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

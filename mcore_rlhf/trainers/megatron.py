@@ -1,7 +1,8 @@
 """Megatron-LM and what saves with it: ``<save>/iter_NNNNNNN`` and a tracker; Megatron-Bridge, slime and miles leave files of their own.
 
 Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``); Megatron-Bridge
-067f987, ``training/utils/checkpoint_utils.py`` (``run_config.yaml``, ``train_state.pt``).
+067f987, ``training/utils/checkpoint_utils.py`` (``run_config.yaml``, ``train_state.pt``), ``training/checkpointing.py``
+(``_resolve_checkpoint_iteration``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ BRIDGE = Trainer(
     marks=("run_config.yaml", "train_state.pt"),
     over=("megatron-lm",),
     tracker=_TRACKER,
+    counted="latest_train_state.pt",
     told="checkpoint.load={root}",
 )
 LM = Trainer(

@@ -52,9 +52,10 @@ class Trainer:
         roles: Role → places in a step where its model may lie, the likeliest first; :data:`HERE` for the step's folder itself.
         by_role: Whether the root has a folder for each role, with steps in it; the places of roles are those folders then.
         aside: What a step's folder is called while it is written or replaced.
-        needs: Files without which it takes a folder for no step of its own.
+        needs: Files without which it does not go on from a step, each one or, with ``|`` between them, one of several.
         tracker: The file in the root, or of runs by role in each role's folder, that names the step; empty where there is none.
         tracked: What stands in the tracker.
+        counted: The file of ``torch.save`` in the root by whose ``step`` it goes before it looks at the tracker; empty where there is none.
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
@@ -84,6 +85,7 @@ class Trainer:
     needs: tuple[str, ...] = ()
     tracker: str = ""
     tracked: str = "{step}"
+    counted: str = ""
     resumes: Resumed = "tracker"
     data: str = ""
     skips: str = ""
@@ -146,8 +148,9 @@ class Trainer:
         )
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
-        """What it looks for in a step that is not there, so that it passes over it."""
-        return tuple(name for name in self.needs if not (step / name).exists())
+        """What it looks for in a step that is not there, so that it does not go on from it."""
+        gone = (names for names in self.needs if not any((step / name).exists() for name in names.split("|")))
+        return tuple(names.partition("|")[0] for names in gone)
 
     def tracked_step(self, text: str) -> int | None:
         """The step that the text of a tracker names; None where it names none."""

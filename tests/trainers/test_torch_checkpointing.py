@@ -5,31 +5,40 @@ The package's own storage is the witness: it writes the same bytes beside ours, 
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.dcp import clean_up
 from mcore_rlhf.errors import CheckpointError, Corrupt, StorageError, UsageError
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.storage.checksum import crc32
+from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.storage.manifest import Manifest
+from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.crash.dcp_writer_kills import Killer, forked
+from tests.distributed.forked import SERVER
 from tests.helpers.conversions import options
-from tests.helpers.object_store import S3, Request, url
+from tests.helpers.object_store import S3, Request, downloaded, killed_at, killing, url
 from tests.trainers.lab import PROJECT
 
 RELEASE = "torch_checkpointing-0.1.1"
@@ -75,17 +84,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "mcore_rlhf.json"}
 
 
-def downloaded(s3: S3, key: str, folder: Path) -> Path:
-    """What the manifest names, as it says of each file."""
-    manifest = Manifest.from_json(s3.get(f"{key}/mcore_rlhf.json"), key)
-    folder.mkdir(parents=True)
-    for name, entry in manifest.files.items():
-        data = s3.get(f"{key}/{manifest.prefix}/{name}")
-        assert (len(data), crc32(data)) == (entry.nbytes, entry.crc32)
-        (folder / name).write_bytes(data)
-    return folder
-
-
 @pytest.mark.parametrize(("saves", "where"), [("sync", "folder"), ("async", "folder"), ("async", "store")])
 def test_its_own_files_are_committed_as_one(package: Path, s3: S3, tmp_path: Path, saves: str, where: str) -> None:
     root = str(tmp_path / "ours") if where == "folder" else url("runs")
@@ -96,7 +94,7 @@ def test_its_own_files_are_committed_as_one(package: Path, s3: S3, tmp_path: Pat
         step = tmp_path / "ours" / name / "step_3"
         there = checkpoint_path(f"{root}/{name}/step_3")
         if where == "store":
-            downloaded(s3, f"runs/{name}/step_3", step)
+            downloaded(s3, step, f"runs/{name}/step_3")
         assert contents(step) == contents(tmp_path / "own" / name / "step_3")
         assert verify(there, ReadOptions(), Depth.DEEP).intact
         if where == "folder":
@@ -197,45 +195,110 @@ def test_a_kill_at_any_change_leaves_all_or_nothing(tmp_path: Path) -> None:
     assert {*outcomes} == {1.0, 2.0}
 
 
-def test_a_kill_at_any_request_leaves_all_or_nothing(s3: S3) -> None:
-    many, number, outcomes = 5 << 19, 0, []
-    while True:
+MANY = 5 << 19
+"""Floats of a tensor of 10 MiB, which is sent in parts."""
+
+
+def save_one(environment: Mapping[str, str], package: str, value: float) -> None:
+    """Of one rank."""
+    os.environ.update(environment)
+    sys.path.append(package)
+    manager(overwrite=True).save(url("runs/step_1"), state(value, MANY))
+
+
+@pytest.mark.parametrize("nth", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["one in four", "each"])
+def test_a_kill_at_any_request_leaves_all_or_nothing(s3: S3, package: Path, nth: int, rng: random.Random) -> None:
+    outcomes = []
+    for number in itertools.count(rng.randrange(nth), nth):
         s3.forget()
-        manager(overwrite=True).save(url("runs/step_1"), state(1.0, many))
-        seen, pids = list[Request](), list[int]()
-
-        def kill(
-            request: Request, seen: list[Request] = seen, pids: list[int] = pids, number: int = number
-        ) -> str | None:
-            seen.append(request)
-            if len(seen) <= number:
-                return None
-            os.kill(pids[0], signal.SIGKILL)
-            return "503 Slow Down"
-
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", _ONE, url("runs/step_1"), str(many)], cwd=PROJECT, stdin=subprocess.DEVNULL,
-            env={**os.environ, **s3.environment, "PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path[-1:]])},
-        )  # fmt: skip
-        pids.append(child.pid)
-        s3.fault = kill
-        child.wait(120)
-        s3.fault = lambda request: None
-        assert child.returncode in (0, -signal.SIGKILL)
-        outcomes.append(value_of(url("runs/step_1"), many))
-        if child.returncode == 0:
+        manager(overwrite=True).save(url("runs/step_1"), state(1.0, MANY))
+        was_killed = killed_at(s3, number, save_one, str(package), 2.0)
+        outcomes.append(value_of(url("runs/step_1"), MANY))
+        if not was_killed:
             break
-        number += 4
     assert len(outcomes) > 3
     assert outcomes == sorted(outcomes, key=lambda value: value or 0.0)
     assert (outcomes[0], outcomes[-1]) == (1.0, 2.0)
 
 
-_ONE = """
-import sys
-from tests.trainers.test_torch_checkpointing import manager, state
-manager(overwrite=True).save(sys.argv[1], state(2.0, int(sys.argv[2])))
-"""
+RANKS = 2
+
+
+def save_of_rank(
+    environment: Mapping[str, str], package: str, meeting: str, rank: int, value: float, root: str
+) -> None:
+    """Of one of several ranks, whose requests are told from the others' by its key; it waits two seconds for them."""
+    os.environ.update({**environment, "AWS_ACCESS_KEY_ID": f"rank{rank}"})
+    sys.path.append(package)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(meeting, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
+    by = manager(overwrite=True, writer={"checkpoint_write_barrier_timeout_sec": 2})
+    with suppress(Exception):  # nothing may be said to have been saved that was not: who looks finds out
+        by.save(root, state(value, MANY))
+    os._exit(0)
+
+
+def saved_by_ranks(
+    s3: S3, package: Path, value: float, number: int, who: str = "all", root: str = "runs/step_1"
+) -> bool:
+    """Save on several ranks; at a request all are killed, or the one that asks. Whether that many requests were made."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = (s3.environment, str(package), f"{folder}/store")
+        ranks_there = [
+            SERVER.Process(target=save_of_rank, args=(*words, rank, value, url(root))) for rank in range(RANKS)
+        ]
+
+        def victims(request: Request) -> list[int]:
+            asking = [one for rank, one in enumerate(ranks_there) if who == "all" or request.who == f"rank{rank}"]
+            return [one.pid for one in asking if one.pid is not None]
+
+        with killing(s3, number, victims) as seen:
+            for one in ranks_there:
+                one.start()
+            for one in ranks_there:
+                one.join(120)
+        assert {one.exitcode for one in ranks_there} <= {0, -signal.SIGKILL}
+        return len(seen) > number
+
+
+def rank_values(root: str = "runs/step_1") -> tuple[float | None, ...]:
+    """What each rank would load; of every file as its manifest says. None where nothing is."""
+    path = checkpoint_path(url(root))
+    path.store.forget()
+    if not (path / "mcore_rlhf.json").is_file():
+        return (None,) * RANKS
+    assert verify(path, ReadOptions(), Depth.FULL).problems.found == []
+    return tuple(
+        float(torch.load(io.BytesIO(read_bytes(path / f"model_{rank}.pt")))["bias"][0]) for rank in range(RANKS)
+    )
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("nth", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["one in seven", "each"])
+def test_two_ranks_that_are_killed_at_any_request_leave_all_or_nothing(
+    s3: S3, package: Path, who: str, nth: int, rng: random.Random
+) -> None:
+    """Into a place where nothing is, and over a step that is there; the next save, with what was left, goes on."""
+    outcomes = []
+    for number in itertools.count(rng.randrange(nth), nth):
+        s3.forget()
+        came = [saved_by_ranks(s3, package, 1.0, number, who)]
+        first = rank_values()
+        assert first in ((None,) * RANKS, (1.0,) * RANKS)
+        saved_by_ranks(s3, package, 2.0, 1 << 30)
+        assert rank_values() == (2.0,) * RANKS
+        came.append(saved_by_ranks(s3, package, 3.0, number, who))
+        second = rank_values()
+        assert second in ((2.0,) * RANKS, (3.0,) * RANKS)
+        saved_by_ranks(s3, package, 4.0, 1 << 30)
+        assert rank_values() == (4.0,) * RANKS
+        outcomes.append((first[0], second[0]))
+        if not any(came):
+            break
+    assert len(outcomes) > 3
+    assert (outcomes[0], outcomes[-1]) == ((None, 2.0), (1.0, 3.0))
 
 
 @pytest.mark.parametrize("where", ["folder", "store"])
@@ -256,6 +319,35 @@ def test_a_damaged_byte_is_named_and_not_loaded(s3: S3, tmp_path: Path, where: s
     assert "model_0.pt" in problems.describe()
     with pytest.raises(Corrupt, match=r"model_0\.pt: is damaged"):
         value_of(root)
+
+
+@pytest.mark.parametrize("where", ["folder", "store"])
+def test_steps_and_prune_know_its_folders(s3: S3, tmp_path: Path, where: str) -> None:
+    """A damaged step counts for nothing, and the last good one stays."""
+    root = str(tmp_path) if where == "folder" else url("runs")
+    for number in (1, 2, 3, 4):
+        manager().save(f"{root}/step_{number}", state(float(number)))
+    for number in (3, 4):
+        if where == "folder":
+            os.truncate(tmp_path / f"step_{number}" / "model_0.pt", 100)
+        else:
+            prefix = Manifest.from_json(s3.get(f"runs/step_{number}/mcore_rlhf.json"), root).prefix
+            s3.put(f"runs/step_{number}/{prefix}/model_0.pt", b"cut")
+    states = {1: "committed", 2: "committed", 3: "damaged", 4: "damaged"}
+    assert {step.step: step.state for step in listed_steps(checkpoint_path(root))} == states
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_rlhf", "prune", root, "--keep-last", "1", "--json"],
+        cwd=PROJECT,
+        env={**os.environ, **s3.environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert [one["step"] for one in json.loads(done.stdout)["deleted"]] == [1], done.stderr
+    assert (value_of(f"{root}/step_1"), value_of(f"{root}/step_2")) == (None, 2.0)
+    (found,) = [step for step in listed_steps(checkpoint_path(root)) if step.state == "committed"]
+    assert (found.step, found.roles) == (2, ("actor",))
 
 
 def test_what_is_there_is_replaced_only_where_that_is_said(tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def _visible(number: int, path: ReadablePath, name: str) -> Step:
             raise
         why, roles = _one_line(path, error), _role_folders(path)
         return Step(number, path, "damaged", nbytes, roles, changed(path), why, quarantined=quarantined)
-    why = _problem(path, manifest, number)
+    why = _problem(path, manifest, number, name)
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
     written = str(manifest.provenance.get("time") or changed(path))
     state: State = "damaged" if why else "committed"
@@ -450,14 +450,16 @@ def _without_manifest(number: int, path: ReadablePath) -> Step:
     return Step(number, path, "partial", nbytes, roles, written, why, quarantined=quarantined)
 
 
-def _problem(folder: ReadablePath, manifest: Manifest, number: int) -> str:
+def _problem(folder: ReadablePath, manifest: Manifest, number: int, name: str = MANIFEST) -> str:
     """What keeps a step with a manifest from being committed, one line; empty where nothing does.
+
+    A manifest of another name than ours may be one of a folder that was no step to who wrote it, and say none.
 
     Raises:
         Unreadable: Nothing is known to, and something cannot be looked at.
     """
-    if manifest.step != number:
-        return f"{folder / MANIFEST}: is of step {manifest.step}, but the folder is {folder.name}"
+    if manifest.step != number and (manifest.step is not None or name == MANIFEST):
+        return f"{folder / name}: is of step {manifest.step}, but the folder is {folder.name}"
     found = check(folder, manifest, sizes_only=True)
     found.raise_if_unread()
     problems = found.found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
     (root / "step_5" / "training_info.json").unlink()
     assert described(root) == [(3, "foreign", ("actor",)), (5, "partial", ("actor",)), (6, "partial", ())]
     why = [step.why for step in listed_steps(root)]
-    assert "has no training_info.json: NeMo-RL passes over it" in why
+    assert "has no training_info.json: NeMo-RL does not go on from it" in why
     assert find(root, ReadOptions()).step == 3
     assert [step.state for step in listed_steps(titans(tmp_path / "titan"))] == ["foreign", "partial"]
     assert find(tmp_path / "titan", ReadOptions(step=3)).alone
@@ -138,6 +139,30 @@ def test_a_step_gets_a_manifest_and_counts_from_then_on(tmp_path: Path) -> None:
     data = nemo / "step_3" / "policy" / "weights" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     assert [step.state for step in listed_steps(nemo)] == ["damaged"]
+
+
+@pytest.mark.parametrize("name", ["named", "numbered"])
+def test_folders_of_torch_checkpointing_are_steps(tmp_path: Path, name: str) -> None:
+    root = Path(shutil.copytree(GOLDENS / "torch_checkpointing" / name, tmp_path / "run"))
+    assert described(root) == [(3, "foreign", ("actor",))]
+    assert adopt(root / "step_3").step == 3
+    assert described(root) == [(3, "committed", ("actor",))]
+    (root / "tmp_step_4").mkdir()
+    assert [(step.step, step.state) for step in listed_steps(root)] == [(3, "committed"), (4, "partial")]
+
+
+def test_a_folder_that_was_no_step_to_who_wrote_it_is_one_by_its_name(tmp_path: Path) -> None:
+    """As ``dcp.save`` through a writer of an older release left it: its manifest says no step."""
+    root = titans(tmp_path / "titan")
+    manifest = adopt(root / "step-3")
+    (root / "step-3" / "mcore_rlhf.json").write_text(replace(manifest, step=None).to_json())
+    assert listed_steps(root)[0].state == "committed"
+    (root / "step-3" / "mcore_rlhf.json").write_text(replace(manifest, step=4).to_json())
+    (found, _) = listed_steps(root)
+    assert (found.state, found.why.rpartition("/")[2]) == (
+        "damaged",
+        "mcore_rlhf.json: is of step 4, but the folder is step-3",
+    )
 
 
 def test_two_trainers_are_named_and_nothing_is_guessed(tmp_path: Path) -> None:
