@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 
@@ -25,16 +25,17 @@ from mcore_rlhf.storage.dcp.folder import object_in
 from mcore_rlhf.storage.dcp.metadata import read_metadata
 from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
-from mcore_rlhf.storage.patience import is_there, names_in
+from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
+from mcore_rlhf.trainers.known import called_so
 from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
-from .runs import run_at, step_at
+from .runs import counted_step, run_at, step_at
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
 _DEPTH = 6
@@ -74,11 +75,13 @@ class Taken:
         folder: It; None where it takes none, and training begins anew.
         why: What makes it so.
         places: Role → the model's folder.
+        stops: Whether it takes none because it ends with an error as it looks for one.
     """
 
     folder: ReadablePath | None
     why: str
     places: dict[str, ReadablePath] = field(default_factory=dict)
+    stops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ class Forecast:
     @property
     def stops(self) -> bool:
         """Whether the loader stops with an error."""
-        return any(one.row.outcome is Outcome.REFUSED for prospects in self.roles.values() for one in prospects)
+        refused = (one.row.outcome is Outcome.REFUSED for prospects in self.roles.values() for one in prospects)
+        return self.taken.stops or any(refused)
 
 
 def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int | None = None) -> Forecast:
@@ -170,13 +174,13 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
         return _taken_by_role(path, trainer)
     if _is_step(path, trainer):
         return Taken(path, "named", _places(path, trainer))
-    folder, why = _of_root(path, loader, _named_in(loader, settings))
-    if folder is None and not _holds_steps(path, trainer):
+    taken = _of_root(path, loader, _named_in(loader, settings))
+    if taken.folder is None and not taken.stops and not _holds_steps(path, trainer):
         raise NotACheckpoint(
             f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100)}\n"
             "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
         )
-    return Taken(folder, why, {} if folder is None else _places(folder, trainer))
+    return taken if taken.folder is None else replace(taken, places=_places(taken.folder, trainer))
 
 
 def _is_step(path: ReadablePath, trainer: Trainer) -> bool:
@@ -188,7 +192,7 @@ def _is_step(path: ReadablePath, trainer: Trainer) -> bool:
 
 def _holds_steps(path: ReadablePath, trainer: Trainer) -> bool:
     named = any(trainer.step_of(name) is not None for name in names_in(path))
-    return named or (bool(trainer.tracker) and is_there(path / trainer.tracker))
+    return named or any(is_there(path / name) for name in (trainer.tracker, trainer.counted) if name)
 
 
 def _named_in(loader: Loader, settings: Settings) -> str:
@@ -197,47 +201,75 @@ def _named_in(loader: Loader, settings: Settings) -> str:
     return found if loader.trainer.step_of(found) is not None or _NUMBER.fullmatch(found) else ""
 
 
-def _of_root(root: ReadablePath, loader: Loader, named: str) -> tuple[ReadablePath | None, str]:
-    """The folder of a root that a trainer takes, and why; None where training begins anew."""
+def _of_root(root: ReadablePath, loader: Loader, named: str) -> Taken:
+    """The folder of a root that a trainer takes."""
     trainer = loader.trainer
     if named:
         folder = root / (trainer.folder_of(int(named)) if named.isdecimal() else named)
         if not folder.is_dir():
-            return None, f"the configuration names {folder.name}, which is not there"
-        return folder, "the configuration names it"
+            return Taken(None, f"the configuration names {folder.name}, which is not there", stops=True)
+        return Taken(folder, "the configuration names it")
     if trainer.resumes == "tracker":
         return _tracked(root, trainer)
+    if trainer.resumes == "highest":
+        return _highest(root, loader)
     numbers = {number: name for name in sorted(names_in(root)) if (number := trainer.step_of(name)) is not None}
-    if trainer.resumes == "named":
-        newest = numbers.get(max(numbers, default=-1))
-        return (
-            (None, "no step is there")
-            if newest is None
-            else (root / newest, "the newest; the script names which it loads")
-        )
-    passed = [] if loader.takes_any else [number for number, name in numbers.items() if trainer.missing(root / name)]
-    numbers = {number: name for number, name in numbers.items() if number not in passed}
-    said = f", passing over {', '.join(map(str, sorted(passed)))}, without {', '.join(trainer.needs)}" if passed else ""
     if not numbers:
-        return None, "no step is there that it takes for one: training begins anew"
-    return root / numbers[max(numbers)], f"the highest number{said}"
+        return Taken(None, "no step is there")
+    return Taken(root / numbers[max(numbers)], "the newest; the script names which it loads")
 
 
-def _tracked(root: ReadablePath, trainer: Trainer) -> tuple[ReadablePath | None, str]:
+def _highest(root: ReadablePath, loader: Loader) -> Taken:
+    trainer, taken, passed = loader.trainer, dict[int, str](), set[int]()
+    for name in sorted(names_in(root)):
+        try:
+            number = loader.number_of(name)
+        except ValueError:
+            return Taken(None, f"{name} is taken for a step, and its number cannot be read: a ValueError", stops=True)
+        if number is not None and may_be_folder(root / name):
+            if trainer.missing(root / name) and not loader.takes_any:
+                passed.add(number)
+            else:
+                taken[number] = name
+    passed -= taken.keys()
+    without = ", ".join(trainer.needs).replace("|", " or ")
+    said = f", passing over {', '.join(map(str, sorted(passed)))}, without {without}" if passed else ""
+    if not taken:
+        return Taken(None, "no step is there that it takes for one: training begins anew")
+    number = max(taken)
+    folder = root / trainer.folder_of(number)
+    if not folder.is_dir():
+        why = f"{taken[number]} is taken for step {number}, and {folder.name} is not there: loading it fails"
+        return Taken(None, why, stops=True)
+    return Taken(folder, f"the highest number{said}")
+
+
+def _tracked(root: ReadablePath, trainer: Trainer) -> Taken:
+    if trainer.counted and is_there(root / trainer.counted):
+        try:
+            folder = root / trainer.folder_of(counted_step(root, trainer.counted))
+        except (CheckpointError, OSError) as error:
+            wrong = headline(str(error)).replace(f"{root}/", "")
+            return Taken(None, f"{trainer.counted} cannot be read: {wrong}", stops=True)
+        return _named_by(trainer.counted, folder)
     if not is_there(root / trainer.tracker):
-        return None, f"{trainer.tracker} is not there: training begins anew, and nothing stops it"
+        return Taken(None, f"{trainer.tracker} is not there: training begins anew, and nothing stops it")
     try:
         text = reading.read_line(root / trainer.tracker)
     except OSError as error:
-        return None, f"{trainer.tracker} cannot be read: {error.strerror or error}"
+        return Taken(None, f"{trainer.tracker} cannot be read: {error.strerror or error}")
     number = trainer.tracked_step(text)
     try:
         folder = beneath(root, trainer.folder_of(number) if number is not None else text, "step", parts=1)
     except CheckpointError as error:
-        return None, f"{trainer.tracker} names no step: {headline(str(error))}"
-    if not folder.is_dir():
-        return None, f"{trainer.tracker} names {folder.name}, which is not there"
-    return folder, trainer.tracker
+        return Taken(None, f"{trainer.tracker} names no step: {headline(str(error))}")
+    return _named_by(trainer.tracker, folder)
+
+
+def _named_by(tracker: str, folder: ReadablePath) -> Taken:
+    if folder.is_dir():
+        return Taken(folder, tracker)
+    return Taken(None, f"{tracker} names {folder.name}, which is not there")
 
 
 def _taken_by_role(path: ReadablePath, trainer: Trainer) -> Taken:
@@ -249,10 +281,10 @@ def _taken_by_role(path: ReadablePath, trainer: Trainer) -> Taken:
     roles = {role: path / names[0] for role, names in trainer.roles.items()}
     there = {role: folder for role, folder in roles.items() if folder.is_dir()} or {"": path}
     for role, folder in there.items():
-        found, why = _tracked(folder, trainer)
-        said.append(f"{role}: {why}" if role else why)
-        if found is not None:
-            places[role] = found
+        found = _tracked(folder, trainer)
+        said.append(f"{role}: {found.why}" if role else found.why)
+        if found.folder is not None:
+            places[role] = found.folder
     if not places and not any(_holds_steps(folder, trainer) for folder in there.values()):
         raise NotACheckpoint(
             f"{path}: holds no run of {trainer.title}: neither {', '.join(names[0] for names in trainer.roles.values())}, nor a tracker\n"
@@ -282,7 +314,8 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
         beside = [name for name in above if not (step / name).is_relative_to(place)]
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
     keys = cache(lambda name: _keys_in(place if name in files else step, name))
-    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, keys)
+    number = next((one for _, one in called_so(step.name)), None)
+    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys)
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:

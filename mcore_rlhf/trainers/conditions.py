@@ -279,3 +279,14 @@ def incomplete(seen: Seen) -> object:
 def incomplete_in(*words: str) -> Callable[[Seen], object]:
     """The reader misses a file in whose path one of the words is: ``{problem}``."""
     return lambda seen: incomplete(seen) if any(word in seen.held.problem for word in words) else None
+
+
+_FEWER = re.compile(r"has (\d+) parameters, and the model beside it (\d+)")
+
+
+def lacks_tensors(seen: Seen) -> object:
+    """A model's files lack a tensor, by its ``config.json``, or are fewer than the optimizer beside it has: ``{problem}``."""
+    problem = seen.held.problem or seen.held.unread
+    fewer = _FEWER.search(problem)
+    gone = int(fewer[2]) < int(fewer[1]) if fewer else " lacks " in problem
+    return gone and {"problem": problem}

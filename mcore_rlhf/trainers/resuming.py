@@ -155,6 +155,7 @@ class Seen:
         held: What a reader finds.
         settings: The configuration.
         world: Ranks that are to load; None where nobody says, and they are as many as saved.
+        step: The number of the step, by its folder's name; None where that does not say.
         keys: Gives the keys of what a file of the model's folder, or of the step's, or an object in it (see :meth:`places`), holds,
             those of nests with ``/``; none where it holds no such thing.
     """
@@ -166,6 +167,7 @@ class Seen:
     held: Held
     settings: Settings
     world: int | None = None
+    step: int | None = None
     keys: Callable[[str], frozenset[str]] = lambda name: frozenset()
 
     def matching(self, *patterns: str) -> list[str]:
@@ -256,6 +258,7 @@ class Loader:
         others: What else people call it.
         once: Things that a step has once, whatever roles it has.
         takes_any: Whether it takes the highest number whatever lies in that folder.
+        reads: How its own code reads a step's number off a name, where that is not as it writes them; a ValueError where it stops there.
     """
 
     trainer: Trainer
@@ -265,6 +268,15 @@ class Loader:
     others: tuple[str, ...] = ()
     once: tuple[Thing, ...] = (Thing.COUNTERS, Thing.DATA)
     takes_any: bool = False
+    reads: Callable[[str], int | None] | None = None
+
+    def number_of(self, name: str) -> int | None:
+        """The step that it takes a folder for; None where it takes it for none.
+
+        Raises:
+            ValueError: It stops at such a name.
+        """
+        return self.trainer.step_of(name) if self.reads is None else self.reads(name)
 
     def prospects(self, seen: Seen) -> Iterator[Prospect]:
         """What becomes of each thing of which it has rows, in the order of :class:`Thing`."""

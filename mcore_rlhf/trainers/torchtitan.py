@@ -1,6 +1,7 @@
-"""torchtitan: ``<folder>/step-N``, a DCP folder; without ``.metadata`` it is no step, and where there is none training begins anew.
+"""torchtitan: ``<folder>/step-N``, a DCP folder, or at last a Hugging Face one; where there is no such step training begins anew.
 
-Source: torchtitan 0.2.2, ``components/checkpoint.py`` (``CheckpointManager._create_checkpoint_id``, ``_find_load_step``).
+Source: torchtitan 0.2.2, ``components/checkpoint.py`` (``CheckpointManager._create_checkpoint_id``, ``_find_load_step``); 0.3.0,
+``components/checkpointer/dcp.py``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ TRAINER = Trainer(
     title="torchtitan",
     steps=("step-{step}",),
     marks=(".metadata", "*.distcp"),
-    needs=(".metadata",),
+    needs=(".metadata|model.safetensors.index.json",),
     resumes="highest",
     formats=("dcp",),
     told="--checkpoint.enable --checkpoint.folder {root}",

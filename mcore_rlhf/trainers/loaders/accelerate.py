@@ -13,6 +13,7 @@ from mcore_rlhf.trainers.conditions import (
     has,
     incomplete_in,
     lacks,
+    lacks_tensors,
     lambdaless,
     missing_ranks,
     refused,
@@ -23,11 +24,13 @@ from mcore_rlhf.trainers.conditions import (
 )
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 
+from . import deepspeed
+
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _ZERO, _FSDP = ("latest", "pytorch_model/*"), ("pytorch_model_fsdp*",)
 _RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
 
-ROWS = rows_of(
+ROWS = deepspeed.IN_A_TAG + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "239", broken("model*.safetensors", "pytorch_model*"), True),
     Habit((Thing.WEIGHTS,),
@@ -35,19 +38,20 @@ ROWS = rows_of(
         "239", lacks("model.safetensors", "pytorch_model.bin", *_ZERO, *_FSDP), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "239",
         incomplete_in("pytorch_model_fsdp", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS,), _REFUSED, "{problem}: every tensor is asked for, and loading it fails", "239", lacks_tensors, True),
     Habit((Thing.WEIGHTS,), _RESTORED, "the model's file, or what DeepSpeed or FSDP has", "239", ran=True),
     Habit(OF_OPTIMIZER, _REFUSED, "a file of the optimizer is missing: {problem}", "255",
         incomplete_in("_optim_states", "_model_states", "optimizer")),
-    Habit(OF_OPTIMIZER, _RESTORED, "DeepSpeed's own, with the model: see --trainer deepspeed on this folder", "239", has(*_ZERO)),
+    Habit(OF_OPTIMIZER, _RESTORED, "DeepSpeed's own, with the model", "239", has(*_ZERO)),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "255", broken("optimizer*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "optimizer.bin is not there, and is opened without a look", "255",
         lacks("optimizer.bin", "optimizer_0/*", "pytorch_optimizer*"), True),
-    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "255", without("optimizer*.bin", "param_groups", "state")),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "255", without("optimizer*.bin", "param_groups", "state"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "255", ungrouped("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "255",
-        uneven("optimizer*.bin")),
+        uneven("optimizer*.bin"), True),
     Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: their moments begin at zero; nothing is said", "255",
-        stateless("optimizer*.bin")),
+        stateless("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order", "255", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.bin is not there; it is opened where the script prepared a scheduler", "263",
@@ -73,11 +77,11 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _ANEW, "{file} has no {key}: the error is swallowed, an info line says so", "293",
         without("random_states_*.pkl", "random_state", "numpy_random_seed", "torch_manual_seed"), True),
     Habit((Thing.COUNTERS,), _ANEW, "{file} has no {key}: the accelerator's own begins at 0; nothing is said", "293",
-        without("random_states_*.pkl", "step")),
+        without("random_states_*.pkl", "step"), True),
     Habit((Thing.RNG,), _RESTORED, "random_states_….pkl of each rank", "293", ran=True),
     Habit((Thing.COUNTERS,),
         _RESTORED, "the accelerator's own step, in random_states_….pkl; counters of the script are in what it registered",
-        "293"),
+        "293", ran=True),
     Habit((Thing.DATA,), _ANEW, "use_stateful_dataloader, and dl_state_dict.bin is not there; nothing is said", "277",
         both(lacks("dl_state_dict*.bin"), asked(_STATEFUL))),
     Habit((Thing.DATA,), _IGNORED, "dl_state_dict.bin is read with use_stateful_dataloader alone", "277",

@@ -7,6 +7,7 @@ Source: DeepSpeed 0.19.8, ``deepspeed/runtime/engine.py`` (``load_checkpoint``, 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from mcore_rlhf.trainers.conditions import (
     asked,
@@ -207,5 +208,33 @@ ROWS = rows_of(
     Habit((Thing.DATA,), _ABSENT, "the place in the data is the script's, apart from a curriculum's sampler",
         "engine.py:4709 (_load_checkpoint)"),
 )  # fmt: skip
+
+_LOST = (Thing.WEIGHTS, *_WITH_OPTIMIZER)
+
+
+def _tag_in(seen: Seen) -> Seen | None:
+    """What DeepSpeed sees of a step that has a tag in it; None where it has none."""
+    places = {name.rpartition("/")[0] for name in seen.matching(MODEL, _OPTIM)} - {""}
+    if not places:
+        return None
+    before = f"{min(places)}/"
+    return replace(
+        seen,
+        files=frozenset(name.removeprefix(before) for name in seen.files if name.startswith(before)),
+        broken={name.removeprefix(before): wrong for name, wrong in seen.broken.items()},
+        keys=lambda name: seen.keys(before + name),
+    )
+
+
+def _of_tag(row: Habit) -> Habit:
+    def when(seen: Seen) -> object:
+        tag = _tag_in(seen)
+        return None if tag is None else row.when(tag)
+
+    return replace(row, things=tuple(thing for thing in row.things if thing in _LOST), when=when, ran=False)
+
+
+IN_A_TAG = tuple(_of_tag(row) for row in ROWS if row.outcome.is_loss and {*row.things} & {*_LOST})
+"""What DeepSpeed loses of its own, for trainers that save with it: of weights and optimizer; what else there is, is theirs."""
 
 LOADER = Loader(TRAINER, "0.19.8", ROWS, others=("ds", "zero"))

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from mcore_rlhf.trainers.resuming import Loader
 
-from . import accelerate, deepspeed, megatron, nemo_rl, open_instruct, openrlhf, rlinf, torchtitan, transformers, verl
+from . import (
+    accelerate,
+    deepspeed,
+    megatron,
+    megatron_bridge,
+    nemo_rl,
+    open_instruct,
+    openrlhf,
+    rlinf,
+    torchtitan,
+    transformers,
+    verl,
+)
 
 LOADERS: tuple[Loader, ...] = (
-    megatron.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, openrlhf.LOADER, torchtitan.LOADER,
-    rlinf.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
+    megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER,
+    openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What Megatron-LM's ``load_checkpoint`` restores; Megatron-Bridge has a loader of its own, of which there are no rows.
+"""What Megatron-LM's ``load_checkpoint`` restores; Megatron-Bridge has a loader of its own, :mod:`.megatron_bridge`.
 
 Source: Megatron-LM, as megatron-core 0.19.2 brings it, ``megatron/training/checkpointing.py`` (``load_checkpoint``,
 ``_load_base_checkpoint``), ``megatron/core/optimizer_param_scheduler.py`` (``load_state_dict``).
@@ -13,7 +13,7 @@ from mcore_rlhf.trainers.megatron import LM
 from mcore_rlhf.trainers.resuming import INSIDE, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_PLAIN, _DIST = "mp_rank_*/*", (".metadata", "*.distcp")
+_PLAIN, DIST = "mp_rank_*/*", (".metadata", "*.distcp")
 _WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER, Thing.SCALER)
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -23,7 +23,7 @@ def _of(seen: Seen, name: str) -> int:
     return found if isinstance(found, int) else 1
 
 
-def _other_degrees(seen: Seen) -> object:
+def other_degrees(seen: Seen) -> object:
     """TP and PP that the configuration gives, where they are not those of the files."""
     if seen.held.problem:
         return None
@@ -39,7 +39,7 @@ def _bound_to_layout(seen: Seen) -> bool:
     """
     args = seen.held.args
     return (
-        seen.has(*_DIST)
+        seen.has(*DIST)
         and args.get("use_distributed_optimizer") is True
         and args.get("dist_ckpt_optim_fully_reshardable") is False
     )
@@ -47,7 +47,7 @@ def _bound_to_layout(seen: Seen) -> bool:
 
 _IN_SCHEDULER = "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict"
 _MODEL, _DISTRIB = "*model_optim_rng.pt", "*distrib_optim.pt"
-_COMMON = (_MODEL, "*common.pt", "*.metadata//common_state/*")
+COMMON = (_MODEL, "*common.pt", "*.metadata//common_state/*")
 """What is not a tensor's of any rank: in each rank's file, in a file of its own, or, since 0.19, in an object."""
 _FLAT_GROUPS = "*.metadata//*optimizer.distributed.dp_group_idx_*.optimizer/*"
 _RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
@@ -67,7 +67,7 @@ SCHEDULE = (
 )  # fmt: skip
 WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
 """What a scheduler's state must have, and what of the weight decay where it has ``start_wd``: keys of one release, or of an older one."""
-_STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _UNFIT = re.compile("|".join((
     r"layer \d+ (has no |is missing)", r"(^|: )\S+\.(weight|bias) is missing", "which no parameter of the model",
     "computed from the model's parameters", "is true, but output_layer",
@@ -97,7 +97,7 @@ def _lacks_tensors(seen: Seen) -> object:
 def not_listed(seen: Seen) -> object:
     """A folder of torch_dist lacks something, of the model or of the optimizer, that the loader asks for: ``{problem}``."""
     gone = seen.held.incomplete or _NOT_THERE.search(seen.held.problem)
-    return seen.has(*_DIST) and gone and {"problem": seen.held.problem}
+    return seen.has(*DIST) and gone and {"problem": seen.held.problem}
 
 
 def _partial(seen: Seen) -> object:
@@ -119,7 +119,7 @@ def _unlike(seen: Seen) -> object:
 def _dealt_flat(seen: Seen) -> bool:
     """A torch_dist folder has a distributed optimizer, as its args say, and that is to be loaded."""
     is_wanted = not seen.settings.says("finetune", "no_load_optim")
-    return is_wanted and seen.has(*_DIST) and seen.held.args.get("use_distributed_optimizer") is True
+    return is_wanted and seen.has(*DIST) and seen.held.args.get("use_distributed_optimizer") is True
 
 
 def _uncompared(seen: Seen) -> object:
@@ -137,9 +137,9 @@ def _unsized(seen: Seen) -> object:
     return None
 
 
-def _in_groups(seen: Seen) -> object:
+def in_groups(seen: Seen) -> object:
     """A param group lacks what tells it from others, whichever chained optimizer it is of: ``{file}`` and ``{key}``."""
-    for name in seen.places(*_COMMON, _FLAT_GROUPS):
+    for name in seen.places(*COMMON, _FLAT_GROUPS):
         keys = seen.keys(name)
         for group in sorted({found[0] for key in keys if (found := _A_GROUP.match(key))}):
             others = [key for key in _OF_SOME if any(_A_GROUP.sub("", one) == key for one in keys)]
@@ -194,11 +194,11 @@ ROWS = rows_of(
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
         unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
-        "load_checkpoint", both(_dealt_flat, without(_COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
+        "load_checkpoint", both(_dealt_flat, without(COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
-        without(_COMMON, "iteration|total_iters"), True),
+        without(COMMON, "iteration|total_iters"), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
-        "check_checkpoint_args", both(lambda seen: seen.held.args or seen.held.problem, without(_COMMON, "checkpoint_version"))),
+        "check_checkpoint_args", both(lambda seen: seen.held.args or seen.held.problem, without(COMMON, "checkpoint_version"))),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
         "check_checkpoint_args", both(lambda seen: not seen.settings.says("finetune"), _uncompared), True),
     Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
@@ -208,9 +208,9 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", "load_checkpoint",
         both(lambda seen: "distrib_optim" not in seen.held.problem and not _partial(seen), incomplete), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "neither mp_rank_…, nor .metadata with metadata.json: an unknown format", "_get_checkpoint_format",
-        lacks(_PLAIN, *_DIST), True),
+        lacks(_PLAIN, *DIST), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "saved as {was}, loaded as {now}: files of mp_rank_… are of one layout", "check_checkpoint_args",
-        both(has(_PLAIN), _other_degrees)),
+        both(has(_PLAIN), other_degrees)),
     Habit((Thing.WEIGHTS,), _RESTORED, "model", "load_checkpoint", ran=True),
     Habit((*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "a release has weights alone: iteration 0", "load_checkpoint",
         lambda seen: seen.held.release),
@@ -220,12 +220,12 @@ ROWS = rows_of(
         asked("no_load_optim"), True),
     Habit((Thing.RNG,), _ANEW, "{key}: the seed's own states", "load_checkpoint", asked("no_load_rng")),
     Habit(_WITH_OPTIMIZER, _ANEW, "saved with no_save_optim; nothing is said", "load_checkpoint",
-        both(has(*_DIST), lambda seen: seen.held.args.get("no_save_optim") is True)),
+        both(has(*DIST), lambda seen: seen.held.args.get("no_save_optim") is True)),
     Habit((Thing.RNG,), _ANEW, "saved with no_save_rng; nothing is said", "load_checkpoint",
-        both(has(*_DIST), lambda seen: seen.held.args.get("no_save_rng") is True)),
-    Habit((Thing.RNG,), _ANEW, "saved as {was}, loaded as {now}: “RNG state will be ignored”", "load_checkpoint", _other_degrees),
+        both(has(*DIST), lambda seen: seen.held.args.get("no_save_rng") is True)),
+    Habit((Thing.RNG,), _ANEW, "saved as {was}, loaded as {now}: “RNG state will be ignored”", "load_checkpoint", other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, without --dist-ckpt-optim-fully-reshardable", "load_checkpoint",
-        both(_bound_to_layout, _other_degrees)),
+        both(_bound_to_layout, other_degrees)),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "load_checkpoint",
         broken("*distrib_optim.pt", "*layer_wise_optimizer_*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "distrib_optim.pt is missing, or is not whole: {problem}", "load_checkpoint", _unlike, True),
@@ -233,7 +233,7 @@ ROWS = rows_of(
         "megatron/core/optimizer/distrib_optimizer.py:load_parameter_state_from_dp_zero", _unsized, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: an AssertionError",
         "megatron/core/optimizer/distrib_optimizer.py:load_state_dict",
-        both(_dealt_flat, without(_COMMON[1:], "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type")), True),
+        both(_dealt_flat, without(COMMON[1:], "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type")), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _hollow, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
         without(_MODEL, "optimizer|0", inside="optimizer/"), True),
@@ -253,15 +253,15 @@ ROWS = rows_of(
         lambda seen: "param groups have weight-decay multiplier" in seen.held.problem and {"problem": seen.held.problem}, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _memberless, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}, by which groups are told apart: a KeyError",
-        "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups", _in_groups, True),
+        "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups", in_groups, True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: a KeyError, “Specify --no-load-optim or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        without(_COMMON, *SCHEDULE, inside="opt_param_scheduler/"), True),
+        without(COMMON, *SCHEDULE, inside="opt_param_scheduler/"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_COMMON)),
-             without(_COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
+        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*COMMON)),
+             without(COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
         _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",
@@ -273,7 +273,7 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _REFUSED, "no random states are stored: it exits, “Specify --no-load-rng or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.rng),
     Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
-        without(_MODEL, *_STREAMS, inside="rng_state/0/"), True),
+        without(_MODEL, *STREAMS, inside="rng_state/0/"), True),
     Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: an IndexError", "load_checkpoint",
         both(lambda seen: any("rng_state" in seen.keys(name) for name in seen.matching(_MODEL)), without(_MODEL, "rng_state/0")), True),
     Habit((Thing.RNG,), _RESTORED, "rng_state of each (TP, PP) rank; with data_parallel_random_init of each data-parallel rank, too",

@@ -54,4 +54,10 @@ ROWS = rows_of(
     Habit((Thing.DATA,), _RESTORED, "data/data.pt", _RUNNER),
 )  # fmt: skip
 
-LOADER = Loader(TRAINER, "a3816b5", ROWS, ("runner.resume_dir",))
+
+def _taken_for(name: str) -> int | None:
+    """``resume_dir: auto`` takes for a number whatever stands behind the last ``global_step_``."""
+    return int(name.rpartition("global_step_")[2]) if name.startswith("global_step_") else None
+
+
+LOADER = Loader(TRAINER, "a3816b5", ROWS, ("runner.resume_dir",), reads=_taken_for)

@@ -13,6 +13,7 @@ from mcore_rlhf.trainers.conditions import (
     has,
     incomplete_in,
     lacks,
+    lacks_tensors,
     lambdaless,
     refused,
     stateless,
@@ -23,6 +24,8 @@ from mcore_rlhf.trainers.conditions import (
 from mcore_rlhf.trainers.resuming import MOST_RANKS, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.transformers import TRAINER
 
+from . import deepspeed
+
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.*",
@@ -30,7 +33,14 @@ _WEIGHTS = (
 )  # fmt: skip
 _STORED = ("*.safetensors", "pytorch_model*", "*/adapter_model.*", "adapter_model.bin")
 _OPTIMIZER, _ZERO = ("optimizer.pt", "optimizer.bin", "optimizer*/*"), ("latest", "global_step*/*")
-_BY_OTHERS = "is left to DeepSpeed, with the model: see --trainer deepspeed on this folder"
+_BY_OTHERS = "DeepSpeed's own, with the model"
+
+
+_COUNTED = (
+    "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
+    "stateful_callbacks",
+)  # fmt: skip
+"""What of ``TrainerState`` is the file's; the rest is computed of the arguments."""
 
 
 def _ranks(seen: Seen) -> int:
@@ -47,6 +57,15 @@ def _rng_missing(seen: Seen) -> object:
     return gone and {"file": gone[0], "count": f"{len(gone)} of {count}"}
 
 
+def _other_world(seen: Seen) -> object:
+    """Other processes load than saved, and nothing says that they take smaller or larger batches: ``{was}`` and ``{now}``."""
+    there = seen.ranks("rng_state_{rank}.pth")
+    was = 1 if "rng_state.pth" in seen.files else max(there, default=-1) + 1
+    now = seen.world
+    said = seen.settings.get("per_device_train_batch_size", "gradient_accumulation_steps")
+    return was and now and was != now and said is None and {"was": was, "now": now}
+
+
 def _other_dtype(seen: Seen) -> object:
     now = str(seen.settings.get("dtype", "torch_dtype", "model_init_kwargs.dtype") or "").removeprefix("torch.")
     now = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(now, now)
@@ -54,7 +73,7 @@ def _other_dtype(seen: Seen) -> object:
     return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
 
 
-ROWS = rows_of(
+ROWS = deepspeed.IN_A_TAG + rows_of(
     "transformers 5.23.0, trainer.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "no file of weights that it knows: “Can't find a valid checkpoint”", "3657 (_load_from_checkpoint)",
@@ -63,6 +82,8 @@ ROWS = rows_of(
         "3640 (_load_from_checkpoint)", both(has("pytorch_model_fsdp*"), refused("fsdp"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
         incomplete_in("pytorch_model", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS,), _ANEW, "{problem}: what is not there keeps what the run made it with; a warning", "4069 "
+        "(_issue_warnings_after_load)", lacks_tensors, True),
     Habit((Thing.WEIGHTS,), _RESTORED, "the model's file is read into the model that the run made", "3602 (_load_from_checkpoint)",
         ran=True),
     Habit((Thing.LORA,), _RESTORED, "the adapter's file is read; its base is the one that the run gives", "3690 (_load_from_checkpoint)",
@@ -120,7 +141,7 @@ ROWS = rows_of(
     Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "{file} has no {key}, with which the arguments are compared: that fails",
         "1704 (_init_training_state)", without("trainer_state.json", "train_batch_size"), True),
     Habit((Thing.COUNTERS,), _ANEW, "{file} has no {key}: it begins empty; nothing is said", "1565 (train)",
-        without("trainer_state.json", "epoch", "log_history")),
+        without("trainer_state.json", *_COUNTED), True),
     Habit((Thing.COUNTERS,), _RESTORED, "trainer_state.json: step, epoch, log", "1697 (_init_training_state)", ran=True),
     Habit((Thing.RNG,), _REFUSED, "{file} {wrong}: loading it fails", "3866 (_load_rng_state)", broken("rng_state*.pth"), True),
     Habit((Thing.RNG,), _ANEW, "{file} is not there ({count} ranks have none): an info line, and other random numbers",
@@ -130,6 +151,8 @@ ROWS = rows_of(
         without("rng_state*.pth", "python", "numpy", "cpu"), True),
     Habit((Thing.RNG,), _RESTORED, "rng_state….pth of each rank", "3841 (_load_rng_state)", ran=True),
     Habit((Thing.DATA,), _ANEW, "ignore_data_skip: the data begin again", "1707 (_init_training_state)", asked("ignore_data_skip"), True),
+    Habit((Thing.DATA,), _ANEW, "saved by {was}, loaded by {now} processes: as many batches are skipped, which are of another size, "
+        "so that samples are seen again, or never", "1714 (_init_training_state)", _other_world),
     Habit((Thing.DATA,), _RESTORED, "batches of this epoch that were seen are skipped, in the order that the run's seed gives",
         "1844 (_run_epoch)", ran=True),
 )  # fmt: skip

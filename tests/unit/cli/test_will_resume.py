@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.manager.will_resume import loader_named
+from mcore_rlhf.trainers.resuming import Held, Seen, Settings, Thing
+from tests.helpers.damage import edited
 from tests.helpers.object_store import S3, url
 from tests.unit.cli.conftest import Cli
+from tests.unit.formats.test_bridge_run import bridged as bridge_run
+from tests.unit.formats.test_bridge_run import counted
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 TRAINER = GOLDENS / "transformers" / "checkpoint-2"
@@ -123,3 +128,79 @@ def test_what_no_reader_can_open_is_not_said_to_resume(cli: Cli, tmp_path: Path)
     (tmp_path / "checkpoint-2" / "config.json").write_text("{")
     found = cli("will-resume", tmp_path / "checkpoint-2", "--trainer", "transformers", "--json")
     assert (found.code, found.json["doubtful"], found.json["resumes"]) == (1, [""], False)
+
+
+def test_a_step_is_taken_as_the_loader_takes_it(cli: Cli, tmp_path: Path) -> None:
+    """NeMo-RL takes the highest number, and stops where its counters are gone; RLinf stops at what it takes for a number."""
+
+    def asked(root: Path, trainer: str) -> tuple[int, bool, str]:
+        found = cli("will-resume", root, "--trainer", trainer, "--json")
+        return found.code, found.json["stops"], found.json["step"] and Path(found.json["step"]).name
+
+    nemo, rlinf = tmp_path / "nemo", tmp_path / "rlinf"
+    shutil.copytree(GOLDENS / "trainers" / "nm_v1", nemo)
+    shutil.copytree(nemo / "step_3", nemo / "step_5", ignore=shutil.ignore_patterns("training_info.json"))
+    assert asked(nemo, "nemo-rl") == (1, True, "step_5")
+    shutil.copytree(next((GOLDENS / "trainers" / "rl_fsdp2").rglob("global_step_*")).parent, rlinf)
+    assert asked(rlinf, "rlinf")[0] == 0
+    (rlinf / "global_step_9.bak").mkdir()
+    assert asked(rlinf, "rlinf") == (1, True, None)
+
+
+@pytest.mark.parametrize(("ranks", "outcome"), [(None, "restored"), (2, "restored"), (1, "refused"), (3, "refused")])
+def test_torchtitans_place_in_the_data_is_of_as_many_ranks(ranks: int | None, outcome: str) -> None:
+    """Its own loader asserts that they are, or asks for a rank's value that is not there."""
+    keys = {"dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size"}
+    held = Held(values=frozenset({"train_state", "dataloader"}), optimizer=True, scheduler=True)
+    seen = Seen("", frozenset({".metadata"}), frozenset(), {}, held, Settings(), ranks, 3, lambda name: frozenset(keys))
+    found = {one.thing: one.row.outcome.value for one in loader_named("torchtitan")[0].prospects(seen)}
+    assert found[Thing.DATA] == outcome
+
+
+def test_what_deepspeed_loses_inside_a_trainers_step(cli: Cli, tmp_path: Path) -> None:
+    """Another number of ranks, and a key of a rank's file: it was said of both that DeepSpeed has its own."""
+    step = Path(shutil.copytree(GOLDENS / "trainers" / "ac_ds2" / "step_3", tmp_path / "step_3"))
+
+    def refused(*words: object) -> set[str]:
+        found = cli("will-resume", step, "--trainer", "accelerate", "--json", *words).json
+        return {one["thing"] for one in found["roles"][""] if one["outcome"] == "refused"}
+
+    assert refused() == set()
+    assert refused("--world-size", 3) == {"optimizer", "param groups", "loss scaler"}
+    (file,) = step.rglob("*rank_1*optim_states.pt")
+    with edited(file) as state:
+        del state["optimizer_state_dict"]["ds_version"]
+    assert "optimizer" in refused()
+
+
+def bridged(tmp_path: Path) -> Path:
+    """A run as Megatron-Bridge leaves one, with its counters and its own tracker."""
+    root = counted(bridge_run("tp2pp2dp2_fully_reshardable", tmp_path / "run"))
+    shutil.copy(root / "iter_0000002" / "train_state.pt", root / "latest_train_state.pt")
+    return root
+
+
+def outcomes_of(cli: Cli, root: Path, *words: object) -> dict[str, str]:
+    found = cli("will-resume", root, "--trainer", "megatron-bridge", "--json", *words).json
+    return {one["thing"]: one["outcome"] for role in found["roles"].values() for one in role}
+
+
+def test_megatron_bridge(cli: Cli, tmp_path: Path) -> None:
+    """Rows that were read in its code; its own tracker is looked at first."""
+    root = bridged(tmp_path)
+    step = root / "iter_0000002"
+    assert {*outcomes_of(cli, root).values()} == {"restored", "not there"}
+    assert cli("will-resume", root, "--trainer", "megatron-bridge").code == 0
+    (root / "latest_checkpointed_iteration.txt").write_text("1")
+    assert "latest_train_state.pt" in cli("will-resume", root, "--trainer", "bridge").stdout
+    config = tmp_path / "config.yaml"
+    config.write_text("checkpoint: {load_optim: false}\nmodel: {tensor_model_parallel_size: 4}\n")
+    found = outcomes_of(cli, root, "--config", config)
+    assert (found["weights"], found["optimizer"], found["RNG"]) == ("restored", "started anew", "started anew")
+    (step / "train_state.pt").unlink()
+    assert outcomes_of(cli, root) | {"counters": "started anew", "data": "started anew"} == outcomes_of(cli, root)
+    (step / "run_config.yaml").unlink()
+    assert outcomes_of(cli, root)["weights"] == "refused"
+    (root / "latest_train_state.pt").write_bytes(b"")
+    found_now = cli("will-resume", root, "--trainer", "megatron-bridge", "--json")
+    assert (found_now.code, found_now.json["stops"], found_now.json["step"]) == (1, True, None)
