@@ -141,7 +141,8 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
             notes.append(
                 f"{role or 'the model'} cannot be opened{'' if seen.held.problem else ' with its optimizer'}: {unknown}"
             )
-            doubtful += [] if any(one.row.outcome.is_loss for one in roles[role]) else [role]
+            is_said = loader.knows(seen) or any(one.row.outcome.is_loss for one in roles[role])
+            doubtful += [] if is_said else [role]
     return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
 
 

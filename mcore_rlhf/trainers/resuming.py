@@ -259,6 +259,7 @@ class Loader:
         once: Things that a step has once, whatever roles it has.
         takes_any: Whether it takes the highest number whatever lies in that folder.
         reads: How its own code reads a step's number off a name, where that is not as it writes them; a ValueError where it stops there.
+        knows: Whether the rows say all of a step, though no reader here opens it.
     """
 
     trainer: Trainer
@@ -269,6 +270,7 @@ class Loader:
     once: tuple[Thing, ...] = (Thing.COUNTERS, Thing.DATA)
     takes_any: bool = False
     reads: Callable[[str], int | None] | None = None
+    knows: Callable[[Seen], object] = lambda seen: False
 
     def number_of(self, name: str) -> int | None:
         """The step that it takes a folder for; None where it takes it for none.

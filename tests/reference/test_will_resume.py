@@ -7,8 +7,11 @@ first batch that is trained on. Nothing here asks the rows what they expect.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -353,3 +356,15 @@ def test_each_file_and_each_key_of_each_taken(step: str, name: str, tmp_path: Pa
     print(f"{len(unsaid)} of {count} cannot be opened: {unsaid}")
     assert not wrong, "\n".join(map(str, wrong))
     assert count > 50
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_accelerate_with_fsdp_each_file_and_each_key_taken(kind: str, tmp_path: Path) -> None:
+    """In a process of its own, which is a rank."""
+    project = Path(__file__).parents[2]
+    words = [sys.executable, "-W", "ignore", "-m", "tests.reference.accelerate_less", kind, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    found = json.loads(next((line for line in done.stdout.splitlines() if line.startswith("{")), "{}"))
+    assert (found.get("whole"), found.get("wrong")) == (True, []), done.stderr[-2000:]
+    assert found["count"] > 40

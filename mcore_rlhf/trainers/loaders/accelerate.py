@@ -24,13 +24,13 @@ from mcore_rlhf.trainers.conditions import (
 )
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 
-from . import deepspeed
+from . import accelerate_fsdp, deepspeed
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _ZERO, _FSDP = ("latest", "pytorch_model/*"), ("pytorch_model_fsdp*",)
 _RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
 
-ROWS = deepspeed.IN_A_TAG + rows_of(
+ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "239", broken("model*.safetensors", "pytorch_model*"), True),
     Habit((Thing.WEIGHTS,),
@@ -91,4 +91,4 @@ ROWS = deepspeed.IN_A_TAG + rows_of(
     Habit((Thing.DATA,), _ABSENT, "the place in the data is not stored: the script goes forward itself (skip_first_batches)", "265"),
 )  # fmt: skip
 
-LOADER = Loader(TRAINER, "1.15.0", ROWS)
+LOADER = Loader(TRAINER, "1.15.0", ROWS, knows=has(accelerate_fsdp.WHOLE))

@@ -24,7 +24,7 @@ from mcore_rlhf.trainers.conditions import (
 from mcore_rlhf.trainers.resuming import MOST_RANKS, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.transformers import TRAINER
 
-from . import deepspeed
+from . import accelerate_fsdp, deepspeed
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _WEIGHTS = (
@@ -73,7 +73,7 @@ def _other_dtype(seen: Seen) -> object:
     return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
 
 
-ROWS = deepspeed.IN_A_TAG + rows_of(
+ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "transformers 5.23.0, trainer.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "no file of weights that it knows: “Can't find a valid checkpoint”", "3657 (_load_from_checkpoint)",
@@ -157,4 +157,12 @@ ROWS = deepspeed.IN_A_TAG + rows_of(
         "1844 (_run_epoch)", ran=True),
 )  # fmt: skip
 
-LOADER = Loader(TRAINER, "5.23.0", ROWS, ("resume_from_checkpoint",), ("trl", "trainer", "hf-trainer"), takes_any=True)
+LOADER = Loader(
+    TRAINER,
+    "5.23.0",
+    ROWS,
+    ("resume_from_checkpoint",),
+    ("trl", "trainer", "hf-trainer"),
+    takes_any=True,
+    knows=has(accelerate_fsdp.WHOLE),
+)
