@@ -358,12 +358,23 @@ def test_each_file_and_each_key_of_each_taken(step: str, name: str, tmp_path: Pa
     assert count > 50
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_accelerate_with_fsdp_each_file_and_each_key_taken(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["SHARDED_STATE_DICT", "FULL_STATE_DICT", "ZERO-2", pytest.param("ZERO-3", marks=pytest.mark.slow)],
+)
+def test_accelerate_with_fsdp_or_deepspeed_each_file_and_each_key_taken(kind: str, tmp_path: Path) -> None:
     """In a process of its own, which is a rank."""
     project = Path(__file__).parents[2]
     words = [sys.executable, "-W", "ignore", "-m", "tests.reference.accelerate_less", kind, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(project),
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+    }
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"} if kind.startswith("ZERO") else {}
     done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=250, check=False)
     found = json.loads(next((line for line in done.stdout.splitlines() if line.startswith("{")), "{}"))
     assert (found.get("whole"), found.get("wrong")) == (True, []), done.stderr[-2000:]

@@ -231,7 +231,7 @@ def _of_tag(row: Habit) -> Habit:
         tag = _tag_in(seen)
         return None if tag is None else row.when(tag)
 
-    return replace(row, things=tuple(thing for thing in row.things if thing in _LOST), when=when, ran=False)
+    return replace(row, things=tuple(thing for thing in row.things if thing in _LOST), when=when)
 
 
 IN_A_TAG = tuple(_of_tag(row) for row in ROWS if row.outcome.is_loss and {*row.things} & {*_LOST})

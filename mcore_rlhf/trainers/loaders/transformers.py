@@ -6,6 +6,8 @@ Source: transformers 5.23.0, ``trainer.py`` (``_load_from_checkpoint``, ``_load_
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mcore_rlhf.trainers.conditions import (
     asked,
     both,
@@ -73,7 +75,8 @@ def _other_dtype(seen: Seen) -> object:
     return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
 
 
-ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
+_OF_OTHERS = tuple(replace(row, ran=False) for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS))
+ROWS = _OF_OTHERS + rows_of(
     "transformers 5.23.0, trainer.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "no file of weights that it knows: “Can't find a valid checkpoint”", "3657 (_load_from_checkpoint)",
