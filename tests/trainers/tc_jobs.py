@@ -144,11 +144,13 @@ def save(root: str, own: str, saves: str) -> None:
         if written is not None:
             written.result()
         dist.barrier()
-        theirs = manager(OWN, reshards=reshards)
+        theirs = manager(OWN, reshards=reshards, saves=saves)  # the other process pickles equal texts anew
         if dist.get_rank() == 0:
             Path(own, name).mkdir(parents=True)
         dist.barrier()
-        theirs.save(f"{own}/{name}/step_3", state)
+        written = theirs.save(f"{own}/{name}/step_3", state)
+        if written is not None:
+            written.result()
         dist.barrier()
         again = Run(seed=2)
         again.load(ours, f"{root}/{name}/step_3", named=reshards)

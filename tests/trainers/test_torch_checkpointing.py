@@ -129,7 +129,7 @@ def test_it_goes_on_from_what_convert_writes(
 def test_a_rank_that_ends_in_the_middle_leaves_nothing(package: Path, tmp_path: Path, rank: int, how: str) -> None:
     lines = ranks(package, 2, "interrupted", tmp_path, rank, how)
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".")] == ["step_1"], "\n".join(lines)
-    assert verify(tmp_path / "step_1", ReadOptions(), Depth.DEEP).problems == []
+    assert not verify(tmp_path / "step_1", ReadOptions(), Depth.DEEP).problems
     assert clean_up(tmp_path)
     assert os.listdir(tmp_path) == ["step_1"]
 
@@ -276,7 +276,7 @@ def rank_values(root: str = "runs/step_1") -> tuple[float | None, ...]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("nth", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["one in seven", "each"])
+@pytest.mark.parametrize("nth", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["one in eleven", "each"])
 def test_two_ranks_that_are_killed_at_any_request_leave_all_or_nothing(
     s3: S3, package: Path, who: str, nth: int, rng: random.Random
 ) -> None:
