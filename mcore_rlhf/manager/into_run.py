@@ -70,9 +70,9 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     like, write = _like(options, trainer), options.write
     degrees = {name: getattr(write, name) for name in _LAYOUTS}
     if like is not None and not any(degree is not None for degree in degrees.values()):
-        shown = open_checkpoint(like, options.read, partial=True).parallel
-        degrees = {name: getattr(shown, name) for name in _DEGREES}
-        write = replace(write, **{"dp": shown.dp, **degrees} if write.dp is None else degrees)
+        parallel = open_checkpoint(like, options.read, partial=True).parallel
+        degrees = {name: getattr(parallel, name) for name in _DEGREES}
+        write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
     megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
