@@ -5,6 +5,7 @@ held is free as soon as the kernel lets its lock go, which is after its memory. 
 a rename needs no space and is never half done. Nobody is asked, and nothing runs besides: who takes memory looks at all the others,
 alone. A share follows from what everybody copies, so that worlds which save at once have room at once; what others hold already counts,
 so that the sum never passes the limit; and everybody's least is left to him, so that a save which waits for another one's rank ends.
+What runs left that were killed, the next one of the same user takes away, whatever it saves into.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LEAST = 8 << 20
 """So many bytes are left to each process that is there, whatever the others take."""
 _IN_MEMORY = Path("/dev/shm")
 _ALONE = "alone"
+_NAME = "mcore_rlhf-{uid}-{root}"
 _UNKNOWN = -1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25
 
@@ -78,12 +80,16 @@ class HostPool:
 
     def __init__(self, run: Path, limit: int, timeout: float) -> None:
         above = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-        self._folder = above / f"mcore_rlhf-{os.geteuid()}-{sha256(os.path.realpath(run).encode()).hexdigest()[:16]}"
+        root = sha256(os.path.realpath(run).encode()).hexdigest()[:16]
+        self._folder = above / _NAME.format(uid=os.geteuid(), root=root)
         self._timeout, self._said = timeout, False
         self._me = _Member(os.getpid(), os.urandom(8).hex(), limit)
         self._fd = -1
         with self._alone() as folder:
             self._say(folder, self._me)
+        for left in above.glob(_NAME.format(uid=os.geteuid(), root="*")):
+            with suppress(OSError):  # another user's, or somebody else takes it away
+                _remove_abandoned(left)
         os.register_at_fork(after_in_child=_letting_go(self))
 
     @property
@@ -118,7 +124,7 @@ class HostPool:
         with waiting_for(f"memory of this host that other processes of the run hold: {self._folder}"):
             while True:
                 with self._alone() as folder:
-                    others = self._others(folder)
+                    others = _living(folder, besides=self._me)
                     if (granted := self._granted(wanted, others)) is not None:
                         room, hold = granted
                         if hold < self._me.held:
@@ -146,9 +152,7 @@ class HostPool:
         ):  # a file that stays is locked no longer: that is enough
             self._let_go()
             folder.remove(self._me.name)
-            if not self._others(folder):
-                folder.remove(_ALONE)
-                remove_empty(self._folder)
+            _remove_unused(folder)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -191,53 +195,22 @@ class HostPool:
         """While no other process of this host looks, or says anything."""
         end = time.monotonic() + self._timeout
         try:
-            while (opened := self._locked_folder()) is None:
+            while (opened := self._entered()) is None:
                 if time.monotonic() > end:
                     raise StorageError(
                         f"{self._folder}: another process of this host has locked {_ALONE} for {self._timeout:g} s\n"
                         "It may have been stopped: end it, or let it go on."
                     )
                 time.sleep(_FIRST_PAUSE_S)
-            folder, fd = opened
-            try:
+            with opened as folder:
                 yield folder
-            finally:
-                folder.close()
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open as well
-                os.close(fd)
         except OSError as error:
             raise storage_error(error, self._folder, "share memory of this host by") from error
 
-    def _locked_folder(self) -> tuple[Beneath, int] | None:
-        """The folder, and the file that is locked in it; None where another one has that, or has just taken the folder away."""
+    def _entered(self) -> _Alone | None:
         with suppress(FileExistsError):
             new_folder(self._folder)
-        with suppress(FileNotFoundError), ExitStack() as undone:
-            folder = undone.enter_context(Beneath(self._folder, own=True))
-            fd = open_to_lock(self._folder / _ALONE)
-            undone.callback(os.close, fd)
-            if _locked(fd) and os.path.samestat(os.fstat(fd), os.lstat(self._folder / _ALONE)):
-                undone.pop_all()
-                return folder, fd
-        return None
-
-    def _others(self, folder: Beneath) -> list[_Member]:
-        """Who else is there, and lives; what dead ones left is removed."""
-        found = []
-        for name in os.listdir(self._folder):
-            one = _Member.of(name)
-            if one is None or one.token == self._me.token:
-                continue
-            fd = open_there_to_lock(self._folder / name)
-            try:
-                alive = not _locked(fd)
-            finally:
-                os.close(fd)
-            if alive:
-                found.append(one)
-            else:
-                folder.remove(name)
-        return found
+        return _Alone.of(self._folder)
 
     def _say(self, folder: Beneath, now: _Member) -> None:
         try:
@@ -248,6 +221,75 @@ class HostPool:
             self._let_go()
             self._fd = fd
         self._me = now
+
+
+@dataclass(slots=True)
+class _Alone:
+    """A folder in which no other process of this host looks, or says anything.
+
+    Args:
+        folder: It.
+        fd: The file in it that is locked.
+    """
+
+    folder: Beneath
+    fd: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Alone | None:
+        """None where another process has it, or has just taken the folder away.
+
+        Raises:
+            OSError: It is no folder of this user's.
+        """
+        with suppress(FileNotFoundError), ExitStack() as undone:
+            folder = undone.enter_context(Beneath(path, own=True))
+            fd = open_to_lock(path / _ALONE)
+            undone.callback(os.close, fd)
+            if _locked(fd) and os.path.samestat(os.fstat(fd), os.lstat(path / _ALONE)):
+                undone.pop_all()
+                return cls(folder, fd)
+        return None
+
+    def __enter__(self) -> Beneath:
+        return self.folder
+
+    def __exit__(self, *exception: object) -> None:
+        self.folder.close()
+        fcntl.flock(self.fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open as well
+        os.close(self.fd)
+
+
+def _living(folder: Beneath, besides: _Member | None = None) -> list[_Member]:
+    """Who is there, and lives; what dead ones left is removed."""
+    found = []
+    for name in os.listdir(folder.root):
+        one = _Member.of(name)
+        if one is None or (besides is not None and one.token == besides.token):
+            continue
+        fd = open_there_to_lock(folder.root / name)
+        try:
+            alive = not _locked(fd)
+        finally:
+            os.close(fd)
+        if alive:
+            found.append(one)
+        else:
+            folder.remove(name)
+    return found
+
+
+def _remove_unused(folder: Beneath) -> None:
+    """Take a folder away in which nobody is any more; in :class:`_Alone`."""
+    if not _living(folder):
+        folder.remove(_ALONE)
+        remove_empty(folder.root)
+
+
+def _remove_abandoned(path: Path) -> None:
+    if (opened := _Alone.of(path)) is not None:
+        with opened as folder:
+            _remove_unused(folder)
 
 
 def _locked(fd: int) -> bool:

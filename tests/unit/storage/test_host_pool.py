@@ -101,6 +101,26 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_what_killed_runs_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    killed = os.fork()
+    if killed == 0:
+        pool = HostPool(tmp_path / "killed", 50 * MIB, 5.0)
+        os.write(writing, os.fsencode(pool._folder))
+        time.sleep(60)
+        os._exit(0)
+    left = Path(os.fsdecode(os.read(reading, 4096)))
+    for fd in (reading, writing):
+        os.close(fd)
+    with pools(tmp_path / "next", 50 * MIB):
+        assert left.is_dir(), "it lives"
+    os.kill(killed, signal.SIGKILL)
+    os.waitpid(killed, 0)
+    assert left.is_dir()
+    with pools(tmp_path / "next", 50 * MIB):
+        assert not left.exists()
+
+
 def test_one_that_cleans_up_in_memory_changes_nothing(tmp_path: Path) -> None:
     with pools(tmp_path, 50 * MIB, 50 * MIB) as both:
         shutil.rmtree(both[0]._folder)
