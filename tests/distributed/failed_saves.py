@@ -7,14 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch.distributed as dist
 
-from mcore_rlhf.manager.run import job
+from mcore_rlhf.manager.run import job, retention
 from mcore_rlhf.manager.run.failed import FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.options import Event
@@ -162,25 +162,37 @@ def come_late(root: Path, late: int, seconds: float) -> tuple[list[tuple[str, st
     return told, failed
 
 
-def fill_up(root: Path, numel: int) -> Told:
-    """There is room for two steps, and the rules keep two: the third finds none until the first has gone."""
+def fill_up(root: Path, numel: int, left: float, retries: int) -> Told:
+    """There is room for two steps, which the rules keep, and for a part of a third: that finds none until the first has gone."""
     live, told = engine(1, numel), Told([], [], [])
     job._FIRST_PAUSE_S = 0.05
 
     def hear(event: Event) -> None:
         told.events.append((event.kind, event.step, event.text))
 
+    def save(step: int) -> None:
+        live.reset(step)
+        told.raised.append(outcome(lambda: manager.save(step, blocking=True)))
+
     keep = Retention([KeepLast(2)])
-    with CheckpointManager(root, live, options=options(keep=keep, save_retries=1, on_event=hear)) as manager:
-        manager.save(1, blocking=True)
+    with CheckpointManager(root, live, options=options(keep=keep, save_retries=retries, on_event=hear)) as manager:
+        save(1)
+        save(2)
         if dist.get_rank() == 0:
-            usage = os.statvfs(root)
-            nbytes = sum(file.stat().st_size for file in (root / "global_step_1").rglob("*") if file.is_file())
-            (root / ".filler").write_bytes(bytes(usage.f_bavail * usage.f_frsize - nbytes * 3 // 2))
+            _fill(root, left)
         dist.barrier()
-        for step in (2, 3):
-            live.reset(step)
-            told.raised.append(outcome(lambda: manager.save(step, blocking=True)))  # noqa: B023
-    assert is_seed(values_of(root, numel, which=2), 2, 2, numel)
-    assert is_seed(values_of(root, numel), 3, 3, numel)
+        save(3)
+        save(4)
+    assert is_seed(values_of(root, numel), 4, 4, numel)
     return told
+
+
+def _fill(disk: Path, left: float) -> None:
+    """Leave room for so much of a step; what goes with the first is somewhat more than one, since ranks need a few notes."""
+    exported = retention.exports_of(disk / "global_step_1")
+    exported.mkdir(parents=True)
+    (exported / "more").write_bytes(bytes(100_000))
+    nbytes = sum(file.stat().st_size for file in (disk / "global_step_1").rglob("*") if file.is_file())
+    with (disk / ".filler").open("wb", buffering=0) as filler, suppress(OSError):
+        while (usage := os.statvfs(disk)).f_bavail * usage.f_frsize >= int(left * nbytes):
+            filler.write(bytes(4096))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
+import torch
 
+from mcore_rlhf import CheckpointManager, KeepBest, KeepLast, ManagerOptions, Retention
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run.options import Event
 from tests.distributed import failed_saves
 from tests.distributed.test_failing_disks import hidden
 
@@ -99,12 +103,35 @@ def test_a_rank_that_comes_late_is_met_again(pool: WorkerPool, tmp_path: Path, l
     assert there(tmp_path) == [1, 3, 4]
 
 
-def test_a_full_disk_is_freed_by_the_rules(pool: WorkerPool, small_disk: Path) -> None:
-    """The oldest goes a moment earlier than it would have; the newest that is there stays."""
-    results = pool.run(failed_saves.fill_up, small_disk, 150_000, world_size=2, timeout=60)
+@pytest.mark.parametrize(("left", "retries"), [(0.5, 1), (0.0, 1), (0.5, 0), (0.0, 0)])
+def test_a_full_disk_is_freed_by_the_rules(pool: WorkerPool, small_disk: Path, left: float, retries: int) -> None:
+    """The oldest goes a moment earlier than it would have, also where not even a lock finds room; the newest that is there stays."""
+    results = pool.run(failed_saves.fill_up, small_disk, 150_000, left, retries, world_size=2, timeout=60)
     for told in results:
-        assert told.raised == [NOTHING] * 2
-        assert [event[:2] for event in told.events if event[0] in ("retry", "failed")] == [("retry", 3)]
+        assert told.raised[:2] + told.raised[3:] == [NOTHING] * 3
+        assert told.raised[2] == NOTHING if retries else "No space left" in told.raised[2][1]
     kinds = [event[:2] for event in results[0].events]
-    assert kinds.index(("delete", 1)) < kinds.index(("retry", 3))
-    assert there(small_disk) == [2, 3]
+    assert kinds.index(("delete", 1)) < kinds.index(("retry" if retries else "commit", 3 if retries else 4))
+    assert there(small_disk) == ([3, 4] if retries else [2, 4])
+
+
+def test_a_full_disk_costs_none_of_the_best(small_disk: Path) -> None:
+    """The step that finds no room would be better than the best that is there; it may never come."""
+    model, deleted = torch.nn.Linear(700, 700), list[int | None]()
+    rules = Retention([KeepLast(1), KeepBest("reward")])
+
+    def hear(event: Event) -> None:
+        deleted.extend([event.step] if event.kind == "delete" else [])
+
+    given = ManagerOptions(keep=rules, on_error="continue", catch_signals=False, fsync=False, on_event=hear)
+    with CheckpointManager(small_disk, model, options=given) as manager:
+        for step, reward in enumerate((1.0, 9.0, 2.0, 10.0, 3.0), 1):
+            manager.save(step, {"reward": reward}, blocking=True)
+            if step == 3:
+                filler = small_disk / ".filler"
+                filler.write_bytes(bytes(shutil.disk_usage(small_disk).free - 1_000_000))
+            if step == 4:
+                assert there(small_disk) == [2, 3]
+                filler.unlink()
+    assert deleted == [1, 3]
+    assert there(small_disk) == [2, 5]

@@ -159,7 +159,7 @@ class SaveJob:
             self.transaction.messages.fail(f"rank {self.world.rank_name}", error)
         said = attempt > 0 and self.world.commits  # the others may still wait for this attempt to begin
         self.transaction.abort(str(error) if said else word_of(self.world, error))
-        if self.world.commits and _is_full(error) and not self.progress.given_up:
+        if self.world.commits and is_full(error) and not self.progress.given_up:
             self.make_room()
         return error
 
@@ -319,7 +319,7 @@ def word_of(world: World, error: BaseException) -> str:
     return str(error) if world.is_one_of_several and world.has_who_commits else ""
 
 
-def _is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether a disk is full, on this rank or on one that said so."""
     cause: BaseException | None = error
     while cause is not None:

@@ -23,12 +23,12 @@ from .background import Background, Left
 from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
 from .fence import Fence
-from .job import SaveJob, word_of
+from .job import SaveJob, is_full, word_of
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
 from .progress import Progress
-from .retention import Retention, leave_behind, move_aside, refuse_others, remember
+from .retention import leave_behind, move_aside, refuse_others, remember
 from .snapshot import Components, Snapshot, accounted, described, staged
 from .staging import HostStaging, needed
 from .steps import Step
@@ -139,7 +139,7 @@ class Saver:
             then=partial(self._after, step),
             retries=self.options.save_retries,
             begin=self._begin,
-            make_room=partial(self._make_room, step, dict(metrics or {})),
+            make_room=partial(self._make_room, step),
             earlier=self._earlier,
             done_with=partial(self._staging.give_back, snapshot.stream),
             failed=failed,
@@ -350,7 +350,13 @@ class Saver:
         if self.mirror is not None:
             self.mirror.begins(prepared.step, prepared.id)
         self._make_way(prepared)
-        for line in prepared.open(steps.is_replaceable):
+        try:
+            found = prepared.open(steps.is_replaceable)
+        except StorageError as error:
+            if is_full(error):
+                self._make_room(prepared.step)
+            raise
+        for line in found:
             self.reporter.say("clean", prepared.step, line)
 
     def _in_time(self, ask: Callable[[], None]) -> None:
@@ -416,7 +422,7 @@ class Saver:
         folder = steps.step_folder(self.root, step)
         if self.mirror is not None:
             self.mirror.saved()
-            self.mirror.then = self._after_mirroring
+            self.mirror.then = self._delete_old  # what stayed because it waited may go
         for number in leave_behind(self.root, step, self.own, self.went_back_to):
             self.reporter.say(
                 "skip", number, f"left behind, and put in quarantine: this run saved step {step} after it"
@@ -425,8 +431,7 @@ class Saver:
             if export.wants(step):
                 with progress.unhurried():
                     self._export(export, step, folder)
-        if self.options.keep is not None:
-            self._delete_old(self.options.keep)
+        self._delete_old()
         with progress.unhurried():
             self._trim_journal(step, folder)
 
@@ -443,12 +448,15 @@ class Saver:
                 "clean", step, f"{gone} files of the rollout journal: all in them was trained on", files=gone
             )
 
-    def _make_room(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Delete what the rules would let go if a step that found no room were there; the newest that is there stays in any case."""
-        if self.options.keep is not None:
-            with suppress(CheckpointError):  # the disk has failed once already
-                target = steps.step_folder(self.root, step)
-                self._delete_old(self.options.keep, Step(step, target, "committed", metrics=metrics))
+    def _make_room(self, step: int) -> None:
+        """Delete what the rules would let go if a step that found no room were there.
+
+        The newest that is there stays in any case, and so do the best: this one may never come to be better than they are.
+        """
+        with suppress(CheckpointError):  # the disk has failed once already
+            self._delete_old(Step(step, steps.step_folder(self.root, step), "committed"))
+            if (newest := steps.newest(self.root)) is not None:
+                self._trim_journal(step, newest.local)
 
     def _earlier(self) -> Earlier | None:
         """The newest step, where what is in it already is to be linked; not one that cannot be read: then all is written."""
@@ -460,13 +468,15 @@ class Saver:
                 return Earlier(found.path, steps.read_manifest(found.path).files)
         return Earlier(self.root)
 
-    def _delete_old(self, keep: Retention, coming: Step | None = None) -> None:
+    def _delete_old(self, coming: Step | None = None) -> None:
         """What no rule keeps, and what is in the mirror or waits for it too long.
 
         Args:
-            keep: The rules.
             coming: A step that is to be counted as if it were there.
         """
+        keep = self.options.keep
+        if keep is None:
+            return
         waiting = [] if self.mirror is None else [found.step for found in self.mirror.waiting()]
         staying = waiting[-self.mirror.most_waiting :] if self.mirror is not None else []
         protected = {self._last, *staying} if self.went_back_to is None else {self._last, self.went_back_to, *staying}
@@ -476,11 +486,6 @@ class Saver:
                 self.reporter.say("drop", gone.step, text, bytes=gone.nbytes)
             else:
                 self.reporter.say("delete", gone.step, gone.reason, bytes=gone.nbytes)
-
-    def _after_mirroring(self) -> None:
-        """What stayed because it waited may go now."""
-        if self.options.keep is not None:
-            self._delete_old(self.options.keep)
 
     def _export(self, export: Export, step: int, folder: Path) -> None:
         """A by-product that cannot be made neither stops training nor keeps old steps from being deleted."""
