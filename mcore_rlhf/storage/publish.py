@@ -283,8 +283,13 @@ def sync_tree(folder: Path) -> None:
     """
     for parent, names in reversed(list(walk(folder, refused))):  # what is in a folder before the folder
         for name in names:
-            _sync(parent / name, os.O_RDONLY)
+            sync_file(parent / name)
         sync_folder(parent)
+
+
+def sync_file(path: Path) -> None:
+    """Wait until what a file holds is on the disk."""
+    _sync(path, os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,16 +1,20 @@
-"""A file that would be written once more, byte for byte: it is compared with the one that is there, and given a second name instead."""
+"""A file that would be written once more, byte for byte, is compared with the one that is there, which gets a second name instead."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
 
 from .beneath import Beneath
 from .record_file import Layout, RecordFile
+
+_WINDOW_NBYTES = 1 << 20
 
 
 class Differs(Exception):
@@ -87,3 +91,46 @@ class Twin(RecordFile):
                 os.fsync(self._fd)
         except OSError as error:
             raise Differs(f"{self.path}: {os.strerror(error.errno or errno.EIO)}") from error
+
+
+def put_in_place(folder: Beneath, name: str, root: Path, other: str, *, fsync: bool, moved: Callable[[], None]) -> None:
+    """Put a second name of a file in the place of one that holds the same, byte for byte.
+
+    Args:
+        folder: Where the one lies that goes.
+        name: Its path from there.
+        root: The folder that the other one lies beneath, with no link on the way.
+        other: Its path from there.
+        fsync: Whether its bytes are to be on the disk.
+        moved: Hears of each part that was compared.
+
+    Raises:
+        Differs: They do not hold the same, or cannot be compared or linked; the file stays as it is.
+    """
+    aside = f"{name}.twin"
+    try:
+        with ExitStack() as opened:
+            fds = folder.look(name), opened.enter_context(Beneath(root)).look(other)
+            for fd in fds:
+                opened.callback(os.close, fd)
+            if not _are_same(*fds, moved):
+                raise Differs(f"{root / other}: differs")
+            if fsync:
+                os.fsync(fds[1])
+            folder.link(root / other, aside, fds[1])
+            folder.move(aside, name)
+    except OSError as error:
+        with suppress(OSError):
+            folder.remove(aside)
+        raise Differs(f"{root / other}: {error.strerror}") from error
+
+
+def _are_same(one: int, other: int, moved: Callable[[], None]) -> bool:
+    found = [os.fstat(fd) for fd in (one, other)]
+    if not all(stat.S_ISREG(facts.st_mode) and facts.st_size == found[0].st_size for facts in found):
+        return False
+    for at in range(0, found[0].st_size, _WINDOW_NBYTES):
+        if os.pread(one, _WINDOW_NBYTES, at) != os.pread(other, _WINDOW_NBYTES, at):
+            return False
+        moved()
+    return True

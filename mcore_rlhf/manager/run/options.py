@@ -141,7 +141,7 @@ class ManagerOptions:
             is used again, and training waits for the last wave; None for no limit.
         link_unchanged: Whether a file that would be byte for byte one that is there already, such as a frozen reference model's, is not
             written again, but is another name (a hard link) of the same role's in the step before, or of another role's in this one. It
-            is compared, not guessed. Not where the copy is made in waves, and not files that several ranks write together.
+            is compared, not guessed; in waves, it is written before that, and dropped again. Not files that several ranks write together.
         on_existing: What the first save does in a root that holds committed steps which this run has neither loaded nor
             written: ``refuse``, or ``continue`` among them.
         fsync: Whether a step is on the disk before it appears. Without, a crash of the machine can lose or tear it.

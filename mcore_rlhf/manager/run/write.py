@@ -22,8 +22,9 @@ from mcore_rlhf.storage.checksum import combine, crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import pwrite_all, storage_error
 from mcore_rlhf.storage.pt import Pt
+from mcore_rlhf.storage.publish import sync_file
 from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
-from mcore_rlhf.storage.twins import Differs, Twin
+from mcore_rlhf.storage.twins import Differs, Twin, put_in_place
 
 from .commit import Messages
 from .progress import Progress
@@ -110,42 +111,66 @@ class RankWriter:
                 if not self._owns(file):
                     self._contribute(file)
             for file, writer in laid:
-                self.written[file.path] = self._finished(file, writer, pieces[file.path])
+                self.written[file.path] = self._finished(file, writer, pieces[file.path], self.fsync)
         return self.written
 
     def _owns(self, file: StepFile) -> bool:
         return file.live.writers[0] == self.rank
 
     def _is_linkable(self, file: StepFile) -> bool:
-        """Whether it may be the same as one that is there: this rank alone knows it, and can read it more than once."""
-        once = any(isinstance(share, Staged) and share.stream.wraps for share in file.shares)
-        return self.earlier is not None and len(file.live.writers) == 1 and not once
+        """Whether it may be the same as one that is there: this rank alone knows it."""
+        return self.earlier is not None and len(file.live.writers) == 1
 
     def _write_or_link(self, file: StepFile) -> None:
         """Give a file that is there already, byte for byte, a second name; write it where there is none."""
         self.progress.moved(file.path)
         assert file.live.container is not None
         lay_out = partial(file.live.container.layout, file.live.path)  # one is good for one file
-        for folder, name in self._alike(file, lay_out().nbytes):
+        if any(isinstance(share, Staged) and share.stream.wraps for share in file.shares):
+            self._write_then_link(file, lay_out())
+            return
+        for folder, name, _ in self._alike(file, lay_out().nbytes):
             with suppress(Differs), Twin(folder, name, lay_out()) as twin:
-                entry = self._finished(file, twin, self._fill(file, twin))
+                entry = self._finished(file, twin, self._fill(file, twin), self.fsync)
                 twin.link(Beneath(self.folder), file.path)
-                self.written[file.path] = entry
-                self.linked[file.path] = name if folder == self.folder else f"../{folder.name}/{name}"
+                self._note_linked(file.path, folder, name, entry)
                 return
         with self._begun(file.path, lay_out()) as writer:
-            self.written[file.path] = self._finished(file, writer, self._fill(file, writer))
+            self.written[file.path] = self._finished(file, writer, self._fill(file, writer), self.fsync)
 
-    def _alike(self, file: StepFile, nbytes: int) -> Iterator[tuple[Path, str]]:
+    def _write_then_link(self, file: StepFile, layout: Layout) -> None:
+        """What can be read once only cannot be compared first: it is written, and dropped again, mostly before it comes to the disk."""
+        with self._begun(file.path, layout) as writer:
+            entry = self._finished(file, writer, self._fill(file, writer), fsync=False)
+        for folder, name, there in self._alike(file, entry.nbytes):
+            if there.crc32 == entry.crc32:
+                with suppress(Differs):
+                    mine, moved = Beneath(self.folder), self.progress.moved
+                    put_in_place(mine, file.path, folder, name, fsync=self.fsync, moved=moved)
+                    self._note_linked(file.path, folder, name, entry)
+                    return
+        try:
+            if self.fsync:
+                sync_file(self.folder / file.path)
+        except OSError as error:
+            raise storage_error(error, self.folder / file.path, "write") from error
+        self.written[file.path] = entry
+
+    def _note_linked(self, path: str, folder: Path, name: str, entry: FileEntry) -> None:
+        self.written[path] = entry
+        self.linked[path] = name if folder == self.folder else f"../{folder.name}/{name}"
+
+    def _alike(self, file: StepFile, nbytes: int) -> Iterator[tuple[Path, str, FileEntry]]:
         """Files of the same length: the role's own of the step before, and what this rank has just written of another role."""
         assert self.earlier is not None
         own = [name for name in self.earlier.files if name.startswith(f"{file.folder}/")]
         for name in sorted(own, key=lambda name: name != file.path):
-            if self.earlier.files[name].nbytes == nbytes and name.rpartition("/")[2] == file.path.rpartition("/")[2]:
-                yield self.earlier.folder, name
+            entry = self.earlier.files[name]
+            if entry.nbytes == nbytes and name.rpartition("/")[2] == file.path.rpartition("/")[2]:
+                yield self.earlier.folder, name, entry
         for name, entry in self.written.items():
             if entry.nbytes == nbytes:
-                yield self.folder, name
+                yield self.folder, name, entry
 
     def save_pt(self, path: str, content: object) -> None:
         """Write a ``.pt`` file of small values.
@@ -229,7 +254,7 @@ class RankWriter:
             self.progress.moved(nbytes=len(window))
         return WrittenPiece(share.label, share.byte_offset, at, total)
 
-    def _finished(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece]) -> FileEntry:
+    def _finished(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece], fsync: bool) -> FileEntry:
         self.progress.moved(file.path)
         for rank in file.live.writers[1:]:
             theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")
@@ -243,7 +268,7 @@ class RankWriter:
             key: _record_crc(f"{file.path}: {key}", by_key.get(key, []), writer.record_nbytes(key))
             for key in writer.open_records
         }
-        return writer.finish(crcs, fsync=self.fsync)
+        return writer.finish(crcs, fsync=fsync)
 
 
 def _record_crc(what: str, pieces: Sequence[WrittenPiece], nbytes: int) -> int:
