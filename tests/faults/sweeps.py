@@ -30,7 +30,7 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.errors import CheckpointError, StorageError
 from mcore_rlhf.manager.run import commit, root, steps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
-from mcore_rlhf.storage import appending, patience
+from mcore_rlhf.storage import appending, host_pool, patience
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.publish import MANIFEST_NAME
@@ -77,6 +77,7 @@ class Save(Scene):
             link_unchanged=self.linked,
             max_host_memory=_WAVE if self.waves else None,
         )
+        host_pool.LEAST = _WAVE  # by default, so little is copied as a whole
         self._run = SingleRun(9)
         self._manager = self._run.manager(self.live, options)
         self._manager.load()
@@ -388,7 +389,15 @@ SWEEPS |= {
     },
     "save linked and delete, EIO": Sweep(partial(_save, linked=True, keep=True, background=True), errno.EIO, CHANGING),
     "save in waves, EIO": Sweep(partial(_save, waves=True, background=True), errno.EIO, CHANGING),
-    "save in waves, ENOSPC from there on": Sweep(partial(_save, waves=True), errno.ENOSPC, WRITING, -1),
+    "save in waves, ENOSPC from there on": Sweep(
+        partial(_save, waves=True, background=True), errno.ENOSPC, WRITING, -1
+    ),
+    **{
+        f"save linked in waves, {name}{what}": Sweep(
+            partial(_save, linked=True, waves=True, background=True), getattr(errno, name), calls
+        )
+        for name, what, calls in (("EIO", "", CHANGING), ("EIO", " of reads", READING), ("EMLINK", " of links", "link"))
+    },
     "save, short writes": Sweep(partial(_save, background=True), 0, "write", mode="short"),
     "save, short writes from there on": Sweep(partial(_save, background=True), 0, "write", -1, "short"),
     "save, EIO of close": Sweep(partial(_save, background=True), errno.EIO, "close"),

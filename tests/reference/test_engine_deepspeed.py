@@ -12,15 +12,15 @@ from tests.helpers.zero_reader import MASTER, Merged, read_zero
 from tests.reference.deepspeed_lab import Case, DeepSpeedLab
 
 SAVED: dict[str, Case] = {
-    "z0-fp32": {"stage": 0, "dtype": "fp32", "dirty": True},
+    "z0-fp32": {"stage": 0, "dtype": "fp32", "dirty": True, "waves": True},
     "z0-bf16": {"stage": 0, "dtype": "bf16"},
     "z1-fp32": {"stage": 1, "dtype": "fp32"},
-    "z1-bf16": {"stage": 1, "dtype": "bf16", "dirty": True},
+    "z1-bf16": {"stage": 1, "dtype": "bf16", "dirty": True, "waves": True},
     "z1-acc32": {"stage": 1, "dtype": "bf16acc32"},
-    "z2-fp32": {"stage": 2, "dtype": "fp32", "dirty": True},
+    "z2-fp32": {"stage": 2, "dtype": "fp32", "dirty": True, "waves": True},
     "z2-bf16": {"stage": 2, "dtype": "bf16"},
     "z3-fp32": {"stage": 3, "dtype": "fp32"},
-    "z3-bf16": {"stage": 3, "dtype": "bf16", "dirty": True},
+    "z3-bf16": {"stage": 3, "dtype": "bf16", "dirty": True, "waves": True},
     "z2-robin": {"stage": 2, "dtype": "bf16", "zero": {"round_robin_gradients": True}},
     "z2-aligned": {"stage": 2, "dtype": "bf16", "zero": {"parameter_alignment": True}},
     "z1-elastic": {"stage": 1, "dtype": "bf16", "zero": {"elastic_checkpoint": True}},
