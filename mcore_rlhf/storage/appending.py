@@ -257,7 +257,8 @@ class AppendLog:
     def begin_anew(self) -> None:
         """In a forked child: the file, the thread and what waits are the parent's."""
         if self._segment is not None:
-            os.close(self._segment.fd)
+            with suppress(OSError):  # the parent was just closing it
+                os.close(self._segment.fd)
         self._turn, self._thread, self._segment = threading.Condition(), None, None
         self._fresh, self._group, self._waiting, self.counts = [], [], 0, AppendCounts()
         self._urgent, self._retry_s, self.problem = 0, 0.0, None
@@ -470,4 +471,5 @@ class _Segment:
         with suppress(OSError):
             if self.synced <= 1:
                 remove(self.path)
+        with suppress(OSError):  # also where it could not be removed: nobody else may, as long as it is locked
             self.close()

@@ -16,6 +16,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -173,7 +174,8 @@ class LocalFile(ByteSource):
         """Let the file go."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            with suppress(OSError):  # it was only read
+                os.close(fd)
 
     def __del__(self) -> None:
         self.close()

@@ -10,6 +10,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -242,9 +243,10 @@ class RecordFile:
 
     def abort(self) -> None:
         """Close the file and remove it; nothing happens if it is complete."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # what was not written goes
+                os.close(fd)
             folder = self._beneath()
             folder.remove(self.path.relative_to(folder.root).as_posix())
 

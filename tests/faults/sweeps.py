@@ -35,7 +35,7 @@ from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from tests.crash.scenes import QUIET, SURVIVORS, SingleRun
-from tests.faults.disk import CHANGING, READING, WRITING, Disk
+from tests.faults.disk import CHANGING, EVERY, READING, WRITING, Disk
 from tests.faults.scene import Scene, complaints
 from tests.faults.watching import Watch
 
@@ -456,6 +456,7 @@ SWEEPS |= {
     },
     "watch, EIO of reads": Sweep(Watch, errno.EIO, READING),
     "rollouts, EIO of reads": Sweep(_produce, errno.EIO, READING),
+    "rollouts, EIO of everything from there on": Sweep(_produce, errno.EIO, EVERY, -1),
     "rollouts, short writes": Sweep(_produce, 0, "write", mode="short"),
     "rollouts, EIO of locks and close": Sweep(_produce, errno.EIO, "flock,close"),
 }
