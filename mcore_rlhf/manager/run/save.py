@@ -71,6 +71,7 @@ class Saver:
     unsaved: Exception | None = None
     _job: SaveJob | None = None
     _last: int = -1
+    _wanted: str = ""
     _host_memory: HostStaging | None = None
     _behind: Fence | None = None
     _background: Background = field(init=False)
@@ -325,6 +326,7 @@ class Saver:
 
     def _opened(self, prepared: Transaction, step: int) -> BaseException | None:
         """Open it, on the rank that commits; what that failed of, where it is tried again behind training."""
+        self._wanted = prepared.id
         try:
             self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, partial(self._open, prepared, step)))
         except Exception as error:
@@ -339,7 +341,7 @@ class Saver:
             raise UsageError(f"rank 0 saves step {prepared.step}, and {self.world.name} saves step {step}")
         if self.world.commits:
             self._begin(prepared)
-            if self._asking.given_up:  # nobody waits for it any more
+            if self._wanted != prepared.id:  # nobody waits for it any more
                 prepared.abort()
 
     def _begin(self, prepared: Transaction) -> None:
@@ -366,20 +368,18 @@ class Saver:
             StorageError: It does not answer.
         """
         if self.world.meeting is None and self.options.save_timeout is None:
-            return ask()
+            ask()
+            return
         limit = min(self.world.timeout / 2, self.options.save_timeout or math.inf)
-        if self._asking.ended_within(0):
-            self._asking.join()
-            self._asking.start(ask)
-            if self._asking.ended_within(limit):
-                if (error := self._asking.join()) is not None:
-                    raise error
-                return None
-        self._asking.given_up = True
-        raise StorageError(
-            f"{self.root}: the file system has not answered {self.world.name} within {limit:g} s\n"
-            "The step is not saved; older ones are untouched. It is tried again at the next save."
-        )
+        self._asking.start(ask)
+        if not self._asking.ended_within(limit):
+            text = f"{self.root}: the file system has not answered {self.world.name} within {limit:g} s\n"
+            self._asking.leave(
+                StorageError(f"{text}The step is not saved; older ones are untouched. The next save starts afresh.")
+            )
+            self._wanted = ""
+        if (error := self._asking.join()) is not None:
+            raise error
 
     def _make_way(self, prepared: Transaction) -> None:
         """What lies where the step goes, and is none of ours, would end the run: it is renamed, and nothing is lost."""
