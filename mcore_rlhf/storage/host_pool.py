@@ -243,10 +243,11 @@ class _Alone:
             OSError: It is no folder of this user's.
         """
         with suppress(FileNotFoundError), ExitStack() as undone:
-            folder = undone.enter_context(Beneath(path, own=True))
-            fd = open_to_lock(path / _ALONE)
+            with Beneath(path, own=True):
+                fd = open_to_lock(path / _ALONE)
             undone.callback(os.close, fd)
             if _locked(fd) and os.path.samestat(os.fstat(fd), os.lstat(path / _ALONE)):
+                folder = Beneath(path, own=True)  # from now on nobody takes it away, and makes another one of that name
                 undone.pop_all()
                 return cls(folder, fd)
         return None

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import StorageError
+from mcore_rlhf.storage import host_pool
 from mcore_rlhf.storage.host_pool import LEAST, HostPool
 
 MIB = 1 << 20
@@ -127,6 +128,21 @@ def test_one_that_cleans_up_in_memory_changes_nothing(tmp_path: Path) -> None:
         for pool in both:
             pool.say(100 * MIB)
         assert [pool.take(100 * MIB) for pool in both] == [25 * MIB] * 2
+
+
+def test_a_folder_that_is_taken_away_and_made_anew_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, first = host_pool.open_to_lock, [True]
+
+    def anew(path: Path) -> int:
+        if first:
+            first.clear()
+            shutil.rmtree(path.parent)
+            path.parent.mkdir()
+        return real(path)
+
+    monkeypatch.setattr(host_pool, "open_to_lock", anew)
+    with pools(tmp_path, 50 * MIB) as (pool,):
+        assert len(os.listdir(pool._folder)) == 2, "the lock, and its own file"
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
