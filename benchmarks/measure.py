@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ def _cpu() -> float:
 class Contest:
     """Contenders that run one after the other, round by round, so that noise meets them alike."""
 
-    contenders: dict[str, Callable[[], object]]
+    contenders: Mapping[str, Callable[[], object]]
     before: Callable[[], object] = lambda: None
     samples: dict[str, list[Sample]] = field(default_factory=dict)
 

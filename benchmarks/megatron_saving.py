@@ -60,8 +60,8 @@ def save_both(root: str, rounds: int) -> dict[str, object]:
         manager.reserve()
         for number in range(1, 2 * (rounds + 1), 2):
             theirs.append(_timed(lambda: megatron_checkpoint.save(trainer, f"{root}/theirs")))
-            ours.append(_timed(lambda number=number: manager.save(number, blocking=True)))  # type: ignore[misc]
-            stalls.append(_timed(lambda number=number: manager.save(number + 1)))  # type: ignore[misc]
+            ours.append(_timed(lambda number=number: manager.save(number, blocking=True)))
+            stalls.append(_timed(lambda number=number: manager.save(number + 1)))
             manager.wait()
             nbytes = sum(path.stat().st_size for path in Path(root, "theirs").rglob("*.pt"))
             dist.barrier()

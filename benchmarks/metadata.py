@@ -53,7 +53,8 @@ def _write(path: Path) -> None:
         properties = m.TensorProperties(dtype=torch.bfloat16)
         tensors[name] = m.TensorStorageMetadata(properties, torch.Size((16 * _CHUNKS, 64)), chunks)
     paths = {name: tuple(name.split(".")) for name in tensors}
-    (path / METADATA_FILE).write_bytes(pickle.dumps(m.Metadata(tensors, paths, places), protocol=4))
+    found = m.Metadata(tensors, paths, places)  # type: ignore[arg-type]
+    (path / METADATA_FILE).write_bytes(pickle.dumps(found, protocol=4))
 
 
 def _main(who: str, path: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -27,9 +28,10 @@ from xml.sax.saxutils import escape
 from mcore_rlhf.convert import ConvertOptions, convert, prepare
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.pt import read_pt
-from mcore_rlhf.storage.store import open_files
-from mcore_rlhf.storage.urls import checkpoint_path
+from mcore_rlhf.storage.upload import object_store
+from mcore_rlhf.storage.urls import checkpoint_path, open_files
 from mcore_rlhf.verify.audit import Ledger
 
 from .measure import MIB, Contest, high_water, in_fresh_process
@@ -101,9 +103,10 @@ def _one_rank(store: _Store, root: Path) -> tuple[int, int]:
     job = prepare(there, ConvertOptions(write=WriteOptions(tp=4)))
     needed, _ = 0, store.counted()
     with open_files(there) as files:
-        for plan, records, _ in job.plans():
+        for planned in job.plans():
+            plan = planned.plan
             if "mp_rank_00" in plan.file:
-                FileRun(plan, records, files, _Nowhere(), Ledger(())).run()
+                FileRun(plan, planned.records, files, _Nowhere(), Ledger(())).run()
                 needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
     return store.counted()[1], needed
 
@@ -117,19 +120,18 @@ def _download(url: str, target: Path) -> None:
     """As fast as it goes: ranges of all files, as many at a time as the conversion asks for."""
     import obstore
 
-    root = checkpoint_path(url)
-    store = root.store  # type: ignore[attr-defined]
-    objects = store.objects(str(root.path))  # type: ignore[attr-defined]
+    root = open_url(url)
+    store = object_store(root)
 
     def fetch(job: tuple[str, Path, int, int]) -> None:
         key, path, start, stop = job
-        fd = os.open(path, os.O_WRONLY)
-        os.pwrite(fd, obstore.get_range(store.client, key, start=start, end=stop), start)
+        fd, get = os.open(path, os.O_WRONLY), partial(obstore.get_range, path=key, start=start, end=stop)
+        os.pwrite(fd, store.requests.ask(key, "read", get), start)
         os.close(fd)
 
     jobs = []
-    for item in objects:
-        path = target / item["path"][len(str(root.path)) + 1 :]  # type: ignore[attr-defined]
+    for item in store.objects(str(root.path)):
+        path = target / item["path"][len(str(root.path)) + 1 :]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(item["size"])

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mcore_rlhf import iter_weights
@@ -91,9 +92,10 @@ def _one_rank(checkpoint: Checkpoint) -> tuple[int, int]:
     needed = 0
     with OpenFiles(checkpoint.root) as files:
         counting = _Counting(files)
-        for plan, records, _ in job.plans():
+        for planned in job.plans():
+            plan = planned.plan
             if "mp_rank_00" in plan.file:
-                FileRun(plan, records, counting, _Nowhere(), Ledger(())).run()
+                FileRun(plan, planned.records, counting, _Nowhere(), Ledger(())).run()
                 needed += sum(copy.numel * copy.source.dtype.itemsize for copy in plan.copies)
     return sum(len(pages) << 12 for pages in counting.pages.values()), needed
 
@@ -119,7 +121,7 @@ def _weights(checkpoint: Checkpoint, tp_rank: int, tp_size: int) -> tuple[float,
         return view(files, file, byte_offset, nbytes)
 
     cold(checkpoint.files)
-    before, OpenFiles.view = _read_bytes(), counting  # type: ignore[method-assign]
+    before, OpenFiles.view = _read_bytes(), counting  # type: ignore[method-assign, assignment]
     try:
         given = sum(tensor.nbytes for _, tensor in iter_weights(checkpoint.root, tp_rank=tp_rank, tp_size=tp_size))
     finally:
@@ -160,7 +162,7 @@ def _verify(checkpoint: Checkpoint, workers: int) -> None:
 def row_13(folder: Path, rounds: int) -> Iterator[Row]:
     checkpoint = make(folder, 0.02, 2)
     commands = {"--help": ["--help"], "inspect of a small checkpoint": ["inspect", str(checkpoint.root)]}
-    contest = Contest({name: lambda line=line: _command(line) for name, line in commands.items()}).run(rounds)
+    contest = Contest({name: partial(_command, line) for name, line in commands.items()}).run(rounds)
     for name, bar, stretch in (("--help", 0.15, 0.1), ("inspect of a small checkpoint", 0.35, 0.2)):
         for of in ("wall", "cpu"):
             spread = contest.spread(name, of)

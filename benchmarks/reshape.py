@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from mcore_rlhf.convert import ConvertOptions, convert
@@ -67,8 +68,8 @@ def row_5(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
         warm(checkpoint.files)
         contest = Contest(
             {
-                "reshape": lambda fsync=fsync: reshape(checkpoint, target, 4, fsync=fsync),
-                "naive": lambda fsync=fsync: naive(checkpoint, target, 4, fsync=fsync),
+                "reshape": partial(reshape, checkpoint, target, 4, fsync=fsync),
+                "naive": partial(naive, checkpoint, target, 4, fsync=fsync),
             },
             before=lambda: shutil.rmtree(target, ignore_errors=True),
         ).run(rounds)

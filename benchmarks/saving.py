@@ -199,7 +199,9 @@ def row_24(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
                 live.save(manager, blocking=True)
                 end = time.perf_counter() + 5
                 alone = steps(lambda end=end: time.perf_counter() < end)  # type: ignore[misc]
-                with subprocess.Popen(watch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                with subprocess.Popen(
+                    [*map(str, watch)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                ) as process:
                     beside = steps(lambda process=process: process.poll() is None)  # type: ignore[misc]
                 assert process.returncode == 0
                 ratios.append(beside / alone)
@@ -271,7 +273,7 @@ def row_26(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
 def row_27(folder: Path, gigabytes: float, rounds: int) -> Iterator[Row]:
     """A save beside a reference of the same size that nobody trains, written again or given a second name."""
     live = _live(folder, gigabytes / 2, fsync=True)
-    frozen = TorchEngine(torch.nn.ParameterDict({name: param.detach().clone() for name, param in live.module.items()}))
+    frozen = TorchEngine(torch.nn.ParameterDict({name: param.detach().clone() for name, param in live.module.items()}))  # type: ignore[operator]
 
     @contextmanager
     def manager(name: str, **given: Any) -> Iterator[CheckpointManager]:
@@ -420,7 +422,7 @@ def _dcp_stall(live: _Live, rounds: int) -> float:
     pending: list[object] = []
 
     def save() -> None:
-        pending.append(dcp.async_save(live.module.state_dict(), checkpoint_id=live.folder / "dcp"))
+        pending.append(dcp.async_save(live.module.state_dict(), checkpoint_id=live.folder / "dcp"))  # type: ignore[attr-defined]
 
     def settle() -> None:
         while pending:

@@ -123,7 +123,7 @@ def _saved(folder: Path) -> None:
             files.append(spool.write(planned))
     binding = Binding(root, identity(root, stored), of_options(ConvertOptions()), [file.told for file in files])
     blocks = partial(in_blocks, pairs(catalog, Problems(), replicas=True, parity=True), "compared :")
-    work = Work("", files, spool, lambda problems: blocks(), tuple, nullcontext)
+    work = Work("", files, spool, lambda problems: blocks(), tuple, nullcontext)  # type: ignore[arg-type]
     target = PlannedTarget([work], Manifest({}), fingerprint=binding.fingerprint())
     cpu = time.process_time()
     nbytes = write_plan(folder / "plan", target, {"": binding}, root, {}, ConvertOptions())
