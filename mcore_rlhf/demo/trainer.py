@@ -103,7 +103,7 @@ class Trainer:
     def _forward_backward(self, forward_only: bool) -> float:
         iterators = [self._batches() for _ in self.chunks]
         reports = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=_value_step if self.model.value_head else _forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=self.num_microbatches,
@@ -243,6 +243,19 @@ def _forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[tor
     batch = next(batches)
     output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(_loss)
+
+
+def _value_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """A critic's: with labels Megatron would take its one value for the only word of a vocabulary, whose loss is always 0."""
+    batch = next(batches)
+    return chunk(batch["tokens"], batch["position_ids"], None), partial(_value_loss, batch["labels"])
+
+
+def _value_loss(
+    labels: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """What :func:`_loss` gives, of values that are to be a number made of the next word."""
+    return _loss((values.float().squeeze(-1) - labels.float().sin()).square())
 
 
 def _loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

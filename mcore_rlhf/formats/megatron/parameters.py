@@ -18,7 +18,7 @@ from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.hybrid import OUT_NORM
-from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, partition_of
+from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.spec import COLUMN, OWN_COPIES, REPLICATED, ParamSpec, Partition, Rules
 from mcore_rlhf.storage.pt import StoredTensor
 
@@ -158,7 +158,8 @@ class PartitionFinder:
         if partition is None:
             return None
         if partition.vocabulary and name != EMBEDDING and not self._counts_words(shape):
-            return None  # a value head takes the place of the output layer
+            # a value head takes the place of the output layer; of one row on the one rank there is no copy to compare, nor a way to cut it
+            return REPLICATED if name == OUTPUT and shape[0] == 1 and self.parallel.tp == 1 else None
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
         if OUT_NORM.search(name) and not self.args.flag("sequence_parallel") and not self._all_equal(holders):
