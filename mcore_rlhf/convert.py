@@ -204,12 +204,13 @@ def prepare(
     ):
         if given is not None:
             checkpoint_path(Path(given).expanduser(), follow_links=options.read.follow_links)
-    opened = open_checkpoint(source, replace(options.read, optimizer=not options.write.no_optimizer), partial=True)
+    read = replace(options.read, described_by=options.write.reference_config)
+    opened = open_checkpoint(source, replace(read, optimizer=not options.write.no_optimizer), partial=True)
     if opened.unread and (options.write.with_optimizer or not wanted.weights_only):
         raise opened.refused(f"{opened.unread}\n--no-optimizer converts the weights alone; so does --to hf.")
     tally = Tally(opened.catalog)
     asked = wanted_of(opened)
-    passage = Passage(opened, wanted, options.write, options.read, open_checkpoint)
+    passage = Passage(opened, wanted, options.write, read, open_checkpoint)
     seen = through(CONVERTED, passage)
     more = {
         key: value for key, value in asked.items() if key not in seen.state.other

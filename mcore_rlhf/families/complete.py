@@ -11,6 +11,7 @@ from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
 from mcore_rlhf.models.huggingface.config import Config, misfits, text_of
+from mcore_rlhf.models.torchtitan import under_huggingface_names
 
 from .module import ModuleState, may_lack_frozen
 from .source import Source
@@ -54,7 +55,8 @@ def require_whole(source: Source, family: ModuleState) -> None:
 
 
 def _require_described(source: Source, family: ModuleState) -> None:
-    found = list(misfits(text_of(family.config), _with_ties(source, family), whole=not family.without_frozen))
+    shapes = under_huggingface_names(_with_ties(source, family))
+    found = list(misfits(text_of(family.config), shapes, whole=not family.without_frozen))
     if found:
         raise LayoutMismatch(
             f"{source.root}: its tensors are not those of its config.json: {'; '.join(found)}\n{_ADVICE}"

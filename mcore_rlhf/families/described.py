@@ -8,6 +8,7 @@ from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.models.huggingface.config import text_of
 from mcore_rlhf.models.implied import Contradiction, against_arguments, against_config
+from mcore_rlhf.models.torchtitan import under_huggingface_names
 
 from .megatron.state import MegatronState
 from .module import CONFIG, ModuleState
@@ -39,6 +40,7 @@ def check_described(source: Source) -> None:
         where = f"{source.root}: its description"
         if source.carried is not None and CONFIG in source.carried.files:
             where = str(source.carried.files[CONFIG])
+        shapes = under_huggingface_names(shapes)
         refuse_contradictions(against_config(_text_in(module.config), shapes, whole=whole), where, source)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.models.huggingface.config import method_of, packed_in
-from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES
+from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES, release_noted
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .described import check_described
@@ -23,7 +23,7 @@ from .megatron.state import MegatronState
 from .module import USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
-from .source import BASE_LRS, OF_SCHEDULERS, Names, Source, scheduled_groups
+from .source import OF_SCHEDULERS, Names, Source, scheduled_groups
 
 GPT = "gpt"
 """The pattern of layers that asks for a GPTModel."""
@@ -251,7 +251,7 @@ def _has_own_names(p: Passage) -> bool:
         return False
     from .crossing.torchtitan import of_torchtitan
 
-    return of_torchtitan(p.source)
+    return bool(of_torchtitan(p.source))
 
 
 def _may_have_others(p: Passage) -> bool:
@@ -268,13 +268,18 @@ def _description(p: Passage) -> dict[str, object]:
 def _had_own_names(p: Passage) -> bool:
     """Whether a run of torchtitan's that was in another format goes back."""
     wanted = p.to.lays_out_keys and p.write.like is None and p.module is not None
-    return wanted and p.module is not None and p.module.laid_out.get(OWN_NAMES) is True and not _has_own_names(p)
+    return wanted and p.module is not None and bool(_noted_release(p)) and not _has_own_names(p)
+
+
+def _noted_release(p: Passage) -> str:
+    """The release of torchtitan whose run it was; empty where it was none's."""
+    return "" if p.module is None else release_noted(p.module.laid_out.get(OWN_NAMES))
 
 
 def _other_names(p: Passage) -> Source:
     from .crossing.torchtitan import with_other_names
 
-    return with_other_names(p.source, _description(p))
+    return with_other_names(p.source, _description(p), _noted_release(p))
 
 
 def _like(p: Passage) -> Source:
@@ -317,7 +322,7 @@ def _lacks_lambdas(p: Passage) -> bool:
     """
     kept = p.source.state.scheduler or {}
     asked = p.module is not None and p.to.family == ModuleState.names and not p.to.lays_out_keys
-    return asked and BASE_LRS in kept and kept.keys() <= OF_SCHEDULERS
+    return asked and scheduled_groups(kept) is not None and kept.keys() <= OF_SCHEDULERS
 
 
 def _with_lambdas(p: Passage) -> Source:

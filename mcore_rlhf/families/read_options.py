@@ -24,6 +24,8 @@ class ReadOptions:
 
     Args:
         optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
+        described_by: The folder, or file, of the model's ``config.json``, where a conversion was given one.
+        values: Whether anybody asks what is in tensors, and not only whether they are whole.
     """
 
     role: str | None = option(
@@ -66,3 +68,5 @@ class ReadOptions:
         commands=READING,
     )
     optimizer: bool = True
+    described_by: str | None = None
+    values: bool = True

@@ -75,6 +75,7 @@ class _Own:
     dtypes: Mapping[str, DType] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
     base: Mapping[str, object] = field(default_factory=dict)
+    fused: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Sidecar(_Own):
         dtypes: Types in which the model computes, by parameter, where the files hold fp32 masters.
         origin: What waits for the way back to another family; see :attr:`~.source.Source.origin`.
         base: The model that an adapter belongs to.
+        fused: Groups of heads that share keys and values, where these are one parameter of the optimizer with their queries; 0 elsewhere.
         state: The training state.
         module: What formats under a module's own names keep besides; its ``optimizer`` is ``values`` in the file.
     """

@@ -44,8 +44,11 @@ class ParamGroup:
     scalars: tuple[str, ...] = ()
 
 
-BASE_LRS, LAST_LRS = "base_lrs", "_last_lr"
-"""A scheduler's learning rates, one for each param group. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler``)."""
+BASE_LRS, LAST_LRS, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
+"""A scheduler's learning rates, and a ``LambdaLR``'s functions, one for each param group.
+
+Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler``).
+"""
 OF_SCHEDULERS = frozenset(
     (BASE_LRS, LAST_LRS, "last_epoch", "verbose", "_step_count", "_is_initial", "_get_lr_called_within_step")
 )
@@ -60,6 +63,20 @@ def scheduled_groups(scheduler: Mapping[str, object] | None) -> int | None:
     """
     rates = None if scheduler is None else scheduler.get(BASE_LRS)
     return len(rates) if isinstance(rates, list) else None
+
+
+def uneven_schedule(scheduler: Mapping[str, object] | None) -> str:
+    """What a ``LambdaLR``'s state says of other numbers of param groups, in words; empty where it agrees with itself, or is no such state.
+
+    Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.get_lr``: ``zip`` of the two with ``strict``).
+
+    Args:
+        scheduler: The state.
+    """
+    rates, lambdas = scheduled_groups(scheduler), (scheduler or {}).get(LAMBDAS)
+    if rates is None or not isinstance(lambdas, list) or len(lambdas) == rates:
+        return ""
+    return f"{BASE_LRS} of {rates} param groups and {LAMBDAS} of {len(lambdas)}, of which one for each group is asked at the next step"
 
 
 @dataclass(slots=True)

@@ -314,7 +314,7 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
     if place != step:
         beside = [name for name in above if not (step / name).is_relative_to(place)]
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
-    keys = cache(lambda name: _keys_in(place if name in files else step, name))
+    keys = cache(lambda name: _keys_in(place if name.partition(INSIDE)[0] in files else step, name))
     number = next((one for _, one in called_so(step.name)), None)
     return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys)
 
@@ -328,7 +328,11 @@ def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
     try:
         if inside:
             stored = object_in((folder / file).parent, item)
-            one = stored[0] if isinstance(stored, list) and len(stored) == 1 else stored
+            one = (
+                stored[0]
+                if isinstance(stored, list) and len(stored) == 1 and not isinstance(stored[0], str)
+                else stored
+            )
             return frozenset(_paths(one, "", _DEPTH))
         if name.rpartition("/")[2] == METADATA_FILE:
             found = read_metadata((folder / name).parent)
@@ -360,7 +364,7 @@ def held_by(folder: ReadablePath) -> Held:
     """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there."""
     try:
         with passed_over():
-            source = open_without_manifest(folder, ReadOptions())
+            source = open_without_manifest(folder, ReadOptions(values=False))
             inventory = inventory_of(source)
     except CheckpointError as error:
         return Held(headline(str(error)).replace(f"{folder}/", ""), isinstance(error, Incomplete))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problem, Problems
+from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, bytes_of
+from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
 from mcore_rlhf.formats.registry import is_model, open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -107,11 +107,14 @@ def _verified(
     if verdict.manifest and not is_model(path):
         return _by_manifest(verdict, path, depth, progress, begin)
     try:
-        source = open_checkpoint(path, options, partial=True)
+        source = open_checkpoint(path, replace(options, values=False), partial=True)
         more = beside(source, options.stubs, verdict.problems)
         source.files = (*source.files, *more)
         read_checksums(source.files)
         verdict.source = source
+        if wrong := uneven_schedule(source.state.scheduler):
+            advice = "Take the scheduler's state of another copy, or of another step."
+            verdict.problems.add(LayoutMismatch, f"{source.root}: the scheduler's state has {wrong}", advice)
     except CheckpointError as error:
         if error.exit_code == 2:
             raise

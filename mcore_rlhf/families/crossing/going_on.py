@@ -16,11 +16,11 @@ from mcore_rlhf.families.fsdp.groups import STEP, completed
 from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
-from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source, scheduled_groups
+from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, ParamGroup, Source, scheduled_groups
 from mcore_rlhf.models.huggingface.config import packed_in
 
 from .packing import from_files, repacked
-from .schedule import LAMBDAS, PER_GROUP
+from .schedule import PER_GROUP
 from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
@@ -61,8 +61,11 @@ def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source
         raise UsageError(
             f"--like: {like.root} is of the format {like.format}\nGive a DCP folder that the trainer itself wrote."
         )
-    if of_torchtitan(like) != of_torchtitan(source):
+    ours, theirs = of_torchtitan(source), of_torchtitan(like)
+    if ours and ours != theirs:
         source = with_other_names(source, dict(config))
+    if theirs and ours != theirs:
+        source = with_other_names(source, dict(config), theirs)
     _check_same_model(source, like)
     notes = source.notes.copy()
     notes.add(

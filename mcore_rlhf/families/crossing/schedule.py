@@ -12,9 +12,9 @@ from math import isclose
 from typing import cast
 
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
-from mcore_rlhf.families.source import BASE_LRS, LAST_LRS, ParamGroup, Source
+from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, Source
 
-_INNER, LAMBDAS = "_schedulers", "lr_lambdas"
+_INNER = "_schedulers"
 PER_GROUP = (BASE_LRS, LAST_LRS, LAMBDAS, "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 

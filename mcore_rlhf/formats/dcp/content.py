@@ -9,7 +9,7 @@ torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.state_dict``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
@@ -29,12 +29,12 @@ from mcore_rlhf.families.fsdp.state import (
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
-from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import NEMO_APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
+from .fused import FUSED, FusedParam, fused_again
 from .keys import KEYS_OF, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
@@ -275,6 +275,7 @@ class Content:
         choices: What the target is to be.
         view: The source's catalogue as FSDP sees it.
         rest: Schedulers, RNG states, counters: a nested dict.
+        fused: Parameters that the run trains as one with others, and what it calls that.
     """
 
     source: Source
@@ -282,6 +283,7 @@ class Content:
     choices: Choices
     view: Chunks
     rest: Mapping[str, object]
+    fused: Mapping[str, FusedParam] = field(default_factory=dict)
 
     def parts(self) -> Iterator[Part]:
         """Everything that is written."""
@@ -320,18 +322,26 @@ class Content:
         numbers = {name: n for n, name in enumerate(name for g in self.source.state.groups for name in g.params)}
         scalars = self._scalars()
         for spec in self.source.model.params:
-            if spec.trainable:
-                yield from self._states_of(spec, numbers[spec.name], scalars.get(spec.name, {}))
+            if spec.trainable and not self._is_later_part(spec.name):
+                yield from self._states_of(self._trained_as(spec.name), numbers[spec.name], scalars.get(spec.name, {}))
 
-    def _states_of(self, spec: ParamSpec, number: int, scalars: Mapping[str, object]) -> Iterator[Part]:
-        names = [TensorName(self.source.role, spec.name, state) for state in self.source.states if state != MASTER]
+    def _trained_as(self, name: str) -> str:
+        """What the optimizer calls a parameter, or that of which it is a part."""
+        return self.fused[name].name if name in self.fused else name
+
+    def _is_later_part(self, name: str) -> bool:
+        """Whether another part of the same stands for it."""
+        return name in self.fused and name != next(iter(self.fused[name].parts))
+
+    def _states_of(self, param: str, number: int, scalars: Mapping[str, object]) -> Iterator[Part]:
+        names = [TensorName(self.source.role, param, state) for state in self.source.states if state != MASTER]
         entries = [entry for name in names if (entry := self.view.get(name)) is not None]
         layout = self.choices.layout
         if entries or DcpState.of(self.source):
             for key, value in scalars.items():
-                yield _leaf(layout.state_path(spec.name, key, number), value)
+                yield _leaf(layout.state_path(param, key, number), value)
         for entry in entries:
-            path = layout.state_path(spec.name, entry.name.state, number)
+            path = layout.state_path(param, entry.name.state, number)
             yield Planned(path, entry.name, entry.dtype, entry.global_shape, entry.global_shape != ())
 
     def _scalars(self) -> Mapping[str, Mapping[str, object]]:
@@ -347,7 +357,7 @@ class Content:
         for number, group in enumerate(self._of_torch()):
             fields = {key: value for key, value in group.fields.items() if key not in group.scalars}
             if layout.style is Style.FLAT:
-                for name in group.params:
+                for name in dict.fromkeys(map(self._trained_as, group.params)):
                     for key, value in fields.items():
                         yield _leaf(layout.group_path(number, key, name), value, cache)
                 continue
@@ -364,6 +374,15 @@ class Content:
             return own.groups
         groups = self.source.state.groups
         return [ParamGroup(completed(g.fields, g.scalars), g.expert, g.params) for g in groups]
+
+
+def fused_of(source: Source, choices: Choices) -> dict[str, FusedParam]:
+    """By part, the parameters that the run that goes on trains in the place of several; none where it has each by itself."""
+    groups = ModuleState.needed(source, "dcp").laid_out.get(FUSED)
+    if type(groups) is not int or choices.layout.style is not Style.FLAT or not choices.optimizer:
+        return {}
+    shapes = {spec.name: spec.global_shape for spec in source.model.params if spec.trainable}
+    return {part: fused for fused in fused_again(shapes, groups) if fused.fits for part in fused.parts}
 
 
 def _leaf(path: Path_, value: object, cache: dict[str, bytes] | None = None) -> Part:

@@ -10,20 +10,20 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
-from mcore_rlhf.errors import Incomplete, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of
 from mcore_rlhf.families.fsdp.tied import find_aliases
 from mcore_rlhf.families.inventory import Unplaced
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.huggingface.config import misfits
+from mcore_rlhf.models.huggingface.config import misfits, sizes_of_config, text_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.models.torchtitan import OWN_NAMES, is_own
+from mcore_rlhf.models.torchtitan import OWN_NAMES, release_of
 from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath
@@ -32,6 +32,7 @@ from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .folders import APART, RLINF_FOLDER, Located, is_dcp, locate
+from .fused import FUSED, FusedParam, PartTensor, fused_names
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import plain_source
 from .state import DcpState, note_rng
@@ -76,7 +77,7 @@ class _Opened:
     """
 
     folder: ReadablePath
-    tensors: dict[str, DcpTensor | PieceTensor]
+    tensors: dict[str, DcpTensor | PieceTensor | PartTensor]
     objects: dict[str, DcpObject]
     paths: dict[str, Path_]
     files: tuple[DcpFile, ...]
@@ -144,11 +145,13 @@ class _DcpReader:
     model_keys: dict[str, str] = field(default_factory=dict)
     state_keys: dict[str, dict[str, str]] = field(default_factory=dict)
     rest: dict[Path_, object] = field(default_factory=dict)
+    fused_groups: int = 0
 
     def source(self) -> Source:
         there = self.opened.tensors.keys() | self.opened.objects.keys()
         keys = parsed(self.layout, {key: path for key, path in self.paths.items() if key in there})
         self._sort(keys)
+        self._split_fused()
         if self._with_optimizer and self.located.optimizer is not None:
             of, weights = (path.relative_to(self.located.root) for path in (self.located.optimizer, self.opened.folder))
             self.notes.add(Fate.NOTE, f"the optimizer is from {of}/, beside {weights}/")
@@ -214,6 +217,53 @@ class _DcpReader:
             self.collected.own.setdefault(key.param, {})[key.name] = value
         else:
             self.collected.fields.setdefault(key.group, {})[key.name] = value
+
+    def _split_fused(self) -> None:
+        """Let each of queries, keys and values have what the optimizer keeps of the one parameter that they are.
+
+        Raises:
+            Unsupported: Nothing says how many groups of heads share keys and values.
+            LayoutMismatch: Its states are not as long as the three together.
+        """
+        trained = dict.fromkeys([*self.state_keys, *self.collected.scalars, *self.collected.own])
+        for name, parts in fused_names(trained, self.model_keys).items():
+            self.fused_groups = self.fused_groups or self._heads(name, parts)
+            fused = FusedParam(name, {part: self._shape(self.model_keys[part]) for part in parts}, self.fused_groups)
+            keys = self.state_keys.pop(name, {})
+            wrong = next((key for key in keys.values() if not fused.fits or self._shape(key) != fused.shape), None)
+            if wrong is not None:
+                raise LayoutMismatch(
+                    f"{self.opened.folder}: {wrong} is {list(self._shape(wrong))}, expected {self.fused_groups} groups of heads in "
+                    f"{list(fused.shape)}, as the model's tensors and its config.json have them\nGive the config of this model."
+                )
+            for part in parts:
+                for state, key in keys.items():
+                    whole = self.opened.tensors[key]
+                    assert isinstance(whole, DcpTensor)
+                    self.opened.tensors[f"{key}:{part}"] = PartTensor(whole, fused, part)
+                    self.state_keys.setdefault(part, {})[state] = f"{key}:{part}"
+                for kept in (self.collected.scalars, self.collected.own):
+                    if name in kept:
+                        kept[part] = kept[name]
+            for kept in (self.collected.scalars, self.collected.own):
+                kept.pop(name, None)
+
+    def _heads(self, name: str, parts: tuple[str, ...]) -> int:
+        """Groups of heads that share keys and values: noted by whoever converted, in the model's description, or told by a head's norm."""
+        if not self.options.values:
+            return 1  # all are as long as they are, wherever heads lie
+        if self.sidecar is not None and self.sidecar.fused > 0:
+            return self.sidecar.fused
+        config = read_config(self.options.described_by) if self.options.described_by is not None else self._config
+        norm = self.model_keys.get(parts[1].replace(".qkv_linear.wk.", ".k_norm."))
+        if config:
+            return sizes_of_config(text_of(config)).groups
+        if norm is not None and self._shape(norm)[0]:
+            return self._shape(self.model_keys[parts[1]])[0] // self._shape(norm)[0]
+        raise Unsupported(
+            f"{self.opened.folder}: the optimizer trains {name}, which the model has in three: how its heads lie in it nothing here says\n"
+            "Give --reference-config, the folder with the model's config.json; --no-optimizer takes the weights alone."
+        )
 
     def _groups(self) -> tuple[ParamGroup, ...]:
         if not self._with_optimizer:
@@ -367,8 +417,10 @@ class _DcpReader:
         laid_out = {**told(self.layout), "scheduler": scheduler_key(rest)}
         if self.located.folder.name == APART[0]:
             laid_out["apart"] = True
-        if is_own(self.model_keys):
-            laid_out[OWN_NAMES] = True
+        if release := release_of(self.model_keys):
+            laid_out[OWN_NAMES] = release
+        if self.fused_groups:
+            laid_out[FUSED] = self.fused_groups
         if self.layout.style is Style.FLAT:  # its keys do not say how many groups there are, and its scheduler does
             laid_out["groups"] = scheduled_groups(scheduler_of(rest)[0])
         shared = {field.name: getattr(own, field.name) for field in fields(ModuleState)} | {"laid_out": laid_out}
@@ -394,7 +446,7 @@ class _DcpReader:
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 
-def _loaded(tensor: DcpTensor | PieceTensor) -> SmallTensor:
+def _loaded(tensor: DcpTensor | PieceTensor | PartTensor) -> SmallTensor:
     """A small tensor, whole; pieces are of a model's, which none is."""
     assert isinstance(tensor, DcpTensor)
     return load_tensor(tensor)

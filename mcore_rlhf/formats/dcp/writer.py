@@ -39,7 +39,7 @@ from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, 
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .content import Choices, Constant, Content, Part, Planned, choose, for_run, rest_of
+from .content import Choices, Constant, Content, Part, Planned, choose, for_run, fused_of, rest_of
 from .folders import APART, FULL_WEIGHTS
 from .keys import ACCELERATE, KeyLayout, joined
 from .state import DcpState
@@ -92,8 +92,12 @@ def _content(source: Source, choices: Choices, rest: Mapping[str, object]) -> Co
     module = ModuleState.needed(source, "dcp")
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if choices.masters else EITHER
-    view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
-    return Content(source, module, choices, view, rest)
+    view, fused = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]}), fused_of(source, choices)
+    if fused:
+        whole = {one.name: one for one in fused.values()}
+        shares = {name: one.whole() for name, one in whole.items()}
+        view = view.joined(source.catalog.recut(source.role, shares, {name: one.shape for name, one in whole.items()}))
+    return Content(source, module, choices, view, rest, fused)
 
 
 def _holds(source: Source, content: Content) -> Inventory:
@@ -143,7 +147,8 @@ class _DcpTarget:
         """Everything that the keys have no place for."""
         dtype, specs = self.choices.dtype, self.source.model.params
         dtypes = {s.name: dtype if dtype is not None and s.trainable else s.dtype for s in specs}
-        return Sidecar.of(self.source.state, self.module.base(), specs, self.source.origin, dtypes=dtypes)
+        fused = max((one.groups for one in self.content.fused.values()), default=0)
+        return Sidecar.of(self.source.state, self.module.base(), specs, self.source.origin, dtypes=dtypes, fused=fused)
 
     def _items(self, parts: Sequence[Part]) -> dict[str, list[Item]]:
         """Items by file: a file for every rank; what is not cut goes into the first."""

@@ -1,0 +1,120 @@
+"""torchtitan 0.3 goes on, with equal losses, from what its runs became in other formats: its names, and queries, keys and values as one.
+
+Its model is saved with three tensors where its optimizer has one parameter, unless ``fused`` is off; with tied weights its state dict has
+both names. A second param group decays no norms.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Settings
+from mcore_rlhf.verify.checkpoint import verify
+from tests.trainers import lab as labs
+from tests.trainers.lessons import SIZES, Step
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model": "llama"},
+    "llama tied": {"model": "llama", "tied": True},
+    "llama by parts": {"model": "llama", "fused": False},
+    "qwen3": {"model": "qwen3"},
+    "qwen3 in two groups": {"model": "qwen3", "groups": True},
+}
+BY: dict[str, dict[str, Any]] = {
+    "dcp": {"dp": 3}, "hf": {"with_optimizer": True}, "megatron": {"tp": 2, "dp": 1}, "deepspeed": {"zero_stage": 2, "dp": 2},
+}  # fmt: skip
+
+
+class Lab(labs.Lab):
+    """Runs of torchtitan's, each done once."""
+
+    def carry_out(self, case: str, do: labs.Orders, **how: Any) -> list[Step]:
+        """Carry orders out on two ranks."""
+        return self.run("titan_job", ["torchtitan-0.3.0", "needs"], 2, do, **{**CASES[case], **how})
+
+    def trained(self, case: str) -> tuple[Path, list[Step]]:
+        """The folder of all steps of a run of three, and what it saw in two more."""
+        if case not in self.before:
+            root = self.folder / case
+            seen = self.carry_out(case, [("train", 3), ("save", root), ("train", 2)])
+            self.before[case] = root, seen[3:]
+        return self.before[case]
+
+    def config(self, case: str) -> str:
+        """What Hugging Face's libraries would call the model."""
+        import transformers
+
+        folder = self.folder / f"config of {case}"
+        kind = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[CASES[case]["model"]]
+        made = {**SIZES, "head_dim": 8, "tie_word_embeddings": CASES[case].get("tied", False)}
+        name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[CASES[case]["model"]]
+        kind(**made, architectures=[name]).save_pretrained(folder)
+        return str(folder)
+
+    def made(self, source: Path, name: str, to: str, **write: Any) -> Path:
+        target = self.folder / name
+        convert(source, target, ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write)))
+        assert verify(target, ReadOptions()).intact
+        return target
+
+
+@pytest.fixture(scope="module")
+def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(trainers, tmp_path_factory.mktemp("titan"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_torchtitan_goes_on_from_what_became_of_its_run(lab: Lab, case: str) -> None:
+    root, wanted = lab.trained(case)
+    step, config = root / "step-3", lab.config(case)
+    assert verify(step, ReadOptions()).intact
+    do: list[tuple[str, object]] = []
+    for name, write in BY.items():
+        there = lab.made(step, f"{case}-{name}", name, reference_config=config, **write)
+        back = lab.folder / f"{case}-from-{name}"
+        lab.made(there, f"{case}-from-{name}/step-3", "dcp", dp=2, like=str(step), reference_config=config)
+        do += [("load", back), ("train", 2)]
+    seen = lab.carry_out(case, do, seed=7)
+    for at, name in enumerate(BY):
+        found = seen[2 * at : 2 * at + 2]
+        assert [one["loss"] for one in found] == [one["loss"] for one in wanted], name
+        assert [one["lr"] for one in found] == [one["lr"] for one in wanted], name
+
+
+def test_weights_are_under_hugging_faces_names(lab: Lab) -> None:
+    from transformers import AutoModelForCausalLM
+
+    step, config = lab.trained("llama")[0] / "step-3", lab.config("llama")
+    lab.made(step, "llama for others", "hf", reference_config=config)
+    _, info = AutoModelForCausalLM.from_pretrained(lab.folder / "llama for others", output_loading_info=True)
+    assert not any(info.values()), info
+
+
+def test_who_does_not_say_how_heads_lie_gets_the_weights_alone(lab: Lab, tmp_path: Path) -> None:
+    """Nothing in the folder says it; of Qwen3 the norm of a head's keys does."""
+    step = lab.trained("llama")[0] / "step-3"
+    assert "wqkv" in open_checkpoint(step, ReadOptions(), partial=True).unread
+    with pytest.raises(Unsupported, match="--reference-config"):
+        convert(step, tmp_path / "out", ConvertOptions(to="deepspeed", write=WriteOptions()))
+    other = json.loads(Path(lab.config("llama"), "config.json").read_text()) | {"num_key_value_heads": 3}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    told = WriteOptions(reference_config=str(tmp_path / "config.json"))
+    with pytest.raises(CheckpointError, match="groups of heads"):
+        convert(step, tmp_path / "out", ConvertOptions(to="deepspeed", write=told))
+    source = open_checkpoint(lab.trained("qwen3")[0] / "step-3", ReadOptions())
+    assert source.states == ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_what_its_own_loader_restores(lab: Lab, case: str) -> None:
+    root, _ = lab.trained(case)
+    assert forecast(root, loader_named("torchtitan")[0], Settings()).resumes
