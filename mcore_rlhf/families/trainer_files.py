@@ -42,6 +42,7 @@ class RunFiles:
         fixed: What else a file of random states has, and no generator's.
         loader: The state of torchdata's ``StatefulDataLoader``, which every rank writes under the same name; empty where there is none.
         registered: A pattern of files in which a script's own objects have their states; empty where there are none.
+        unscheduled: What its loader does where there is no schedule beside an optimizer.
     """
 
     format: str
@@ -56,6 +57,7 @@ class RunFiles:
     fixed: Mapping[str, object] = field(default_factory=dict)
     loader: str = ""
     registered: str = ""
+    unscheduled: str = ""
 
     def lie_in(self, folder: ReadablePath) -> bool:
         """Whether schedule or random states lie in a folder under these names."""
@@ -122,15 +124,22 @@ TRANSFORMERS: RunFiles = RunFiles(
     'trainer.train(resume_from_checkpoint="{path}")',
     "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
     {"random": "python", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"},
+    unscheduled="without which the trainer does not load its optimizer, and says nothing",
 )  # fmt: skip
 ACCELERATE: RunFiles = RunFiles(
     "hf-accelerate", "A folder of accelerate's ``save_state``: weights, ``optimizer.bin``, ``random_states_0.pkl``.",
     'accelerator.load_state("{path}")',
     "optimizer.bin", "scheduler.bin", "", "random_states_0.pkl", "random_states_{rank}.pkl",
     {"random": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed"}, {"step": 0},
-    "dl_state_dict.bin", "custom_checkpoint_*.pkl",
+    "dl_state_dict.bin", "custom_checkpoint_*.pkl", "and a script that prepares a scheduler stops there",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
+ACCELERATES_TAG = "pytorch_model"
+"""The tag of DeepSpeed's in which accelerate has its model, and for which it asks by name: it needs no ``latest``. Of several models the
+others' have ``_1``, … behind it.
+
+Source: accelerate 1.15.0, ``accelerator.py`` (``save_state``, ``load_state``).
+"""
 
 
 def of_ranks(count: int) -> str:

@@ -16,13 +16,24 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 
 from mcore_rlhf.core.account import Reason
-from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problems, Unsupported, Untrusted, headline
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    NotACheckpoint,
+    Problems,
+    Unsupported,
+    Untrusted,
+    headline,
+)
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.trainer_files import ROWS, of_ranks
 from mcore_rlhf.formats.carried import step_of, unopened
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.folder import DcpFolder
-from mcore_rlhf.storage.leftovers import Leftover, of_trainer
+from mcore_rlhf.storage.leftovers import Leftover, leftovers, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import MAX_TEXT, opened
@@ -53,8 +64,26 @@ def beside(source: Source, stubs: Collection[str], problems: Problems) -> tuple[
         stubs: Further classes that may become inert stubs.
         problems: Told of every file that is damaged.
     """
+    _look_for_ranks(source, problems)
     names = [item.path for item in _left(source) if item.reason not in _NOT_LOOKED_AT]
     return tuple(itself(source.root, names, stubs, problems))
+
+
+def _look_for_ranks(source: Source, problems: Problems) -> None:
+    """See that beside the tag of a run of DeepSpeed's there are the random states of all its ranks, where there are some's."""
+    world = source.parallel.world_size
+    for row in ROWS if ModuleState.of(source) is not None and source.optimizer is not None else ():
+        try:
+            there = row.rng_files(source.root)
+        except Incomplete as error:
+            problems.add_error(error)
+            continue
+        if 0 < len(there) < world:
+            gone = source.root / row.rng_name(len(there), world)
+            text = f"{gone}: missing; there are random states of {of_ranks(len(there))}, and the run had {world}"
+            problems.add(
+                Incomplete, text, "Each node writes the files of its own ranks: bring those of all nodes together."
+            )
 
 
 def _left(source: Source) -> Iterator[Leftover]:
@@ -62,6 +91,9 @@ def _left(source: Source) -> Iterator[Leftover]:
     known, found = {file.path for file in source.files}, [(step_of(source), unopened(source))]
     if source.carried is not None and source.carried.folder.is_relative_to(source.root):
         found.append((PurePosixPath(source.carried.folder.relative_to(source.root)), source.carried.found))
+    module = ModuleState.of(source)
+    if module is not None and module.laid_out:  # an FSDP run's folder in which the DCP folder is one of several
+        found.append((PurePosixPath(), leftovers(source.root, known)))
     every = {(place / item.path).as_posix(): item for place, items in found for item in items}
     return (replace(item, path=path) for path, item in every.items() if path not in known)
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
+from mcore_rlhf.families.trainer_files import ACCELERATES_TAG
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
@@ -90,11 +91,11 @@ def layer_name(layer: int, tp_rank: int, tp: int) -> str:
 
 
 def is_tag_folder(path: ReadablePath) -> bool:
-    """Whether a folder holds the files of a native tag (a universal one has a folder ``zero`` beside them)."""
+    """Whether a folder holds files of a native tag, be they the optimizer's alone (a universal one has a folder ``zero`` beside them)."""
     if not path.is_dir() or (path / "zero").is_dir():
         return False
     with suppress(FileNotFoundError):  # a step beside the one that is meant may be deleted meanwhile
-        return any(_MODEL.fullmatch(child.name) or _MODEL_OF_RANK.fullmatch(child.name) for child in path.iterdir())
+        return any(one.fullmatch(child.name) for child in path.iterdir() for one in (_MODEL, _MODEL_OF_RANK, _OPTIM))
     return False
 
 
@@ -137,6 +138,14 @@ def _read_latest(root: ReadablePath) -> str | None:
 
 def _latest(root: ReadablePath, tags: list[str]) -> str:
     tag, listed = _read_latest(root), ", ".join(tags[:_MOST])
+    accelerates = [name for name in tags if re.fullmatch(rf"{ACCELERATES_TAG}(_\d+)?", name)]
+    if len(accelerates) > 1 and tag in (None, *accelerates):
+        raise UsageError(
+            f"{root}: holds {len(accelerates)} models of accelerate, each in a tag of its own: {', '.join(accelerates[:_MOST])}\n"
+            "Give one of these folders itself."
+        )
+    if tag is None and accelerates:
+        return accelerates[0]
     if tag is None:
         raise UsageError(
             f"{root}: there is no file '{LATEST}' to say which tag is meant; found {listed}\n"
@@ -174,6 +183,11 @@ def _sorted_out(root: ReadablePath, tag: str) -> TagFiles:
             files.layers[int(match[1]), int(match[2] or 0)] = name
         else:
             _sort_out_expert(files, name)
+    if not files.model and not files.model_of_rank:
+        raise Incomplete(
+            f"{files.folder / model_name(0)}: missing, as is {model_name_of_rank(0, 0)} of stage 3; of the optimizer "
+            f"{next(iter(files.optim.values()))} is there\n{_AGAIN}"
+        )
     _refuse_mixture(files, prefixes)
     files.prefix = next(iter(prefixes), "")
     return files

@@ -120,11 +120,17 @@ class OptimizerFile:
             raise LayoutMismatch(
                 f"{self.where}: has {self.count} parameters, and the model beside it {len(order)}: they are of two runs\n{_WEIGHTS_ALONE}"
             )
+        unlike = next((of for of in self.states.values() if len({held.shape for held in of.values()}) > 1), {})
+        if unlike:
+            kept = ", ".join(f"{state} of the shape {held.shape}" for state, held in unlike.items())
+            raise Unsupported(
+                f"{self.where}: keeps of one parameter {kept}; only states with one value per element can be converted\n{_WEIGHTS_ALONE}"
+            )
+        problems = Problems()
         one = {number: next(iter(states.values())).shape for number, states in self.states.items()}
         self.names = name_numbers(
             self.collected, {name: shapes[name] for name in order}, one, self.opened.root / self.opened.file, notes
         )
-        problems = Problems()
         for number, states in self.states.items():
             name = self.names[number]
             for state, held in states.items():

@@ -234,8 +234,7 @@ class _RunReader:
         state = TrainingState(iteration) if sidecar is None else sidecar.state
         own = state_dict_of(scheduler, self.files.scheduler, self.notes)
         if own is None and groups:
-            text = f"{self.files.scheduler} is not there, without which the trainer does not load its optimizer, and says nothing"
-            self.notes.add(Fate.NOTE, text)
+            self.notes.add(Fate.NOTE, f"{self.files.scheduler} is not there, {self.files.unscheduled}")
         known = self.weights.state.other  # an adapter's configuration
         other = {**known, **state.other, **({COUNTERS: dict(counters)} if counters else {})}
         return replace(
