@@ -137,7 +137,7 @@ def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
                     return {"file": name, "key": f"{inside}param_groups/{number}/{gone[0]}"}
             listed = sum(1 for key in keys if _PARAM.fullmatch(key))
             strange = [int(one[1]) for key in keys if (one := _STATE.fullmatch(key)) and int(one[1]) >= listed]
-            if strange and groups:
+            if strange and "param_groups" in keys:
                 return {
                     "file": name,
                     "key": f"number of parameter {min(strange)}, which has a state, in {inside}param_groups",
@@ -207,6 +207,47 @@ def lambdaless(pattern: str) -> Callable[[Seen], object]:
 _OF_SOME_RELEASES = {"_is_initial", "verbose"}
 
 
+def unrated(pattern: str, groups: str, inside: str = "") -> Callable[[Seen], object]:
+    """A ``LambdaLR`` that fits has a base rate for more or fewer param groups than there are: ``{file}``, ``{there}`` and ``{wanted}``.
+
+    Args:
+        pattern: Of its file.
+        groups: Of the optimizer's; where it has no list of groups, the schedule's own functions say how many there are.
+        inside: The key at which the schedule lies, with a ``/`` behind it.
+    """
+
+    def when(seen: Seen) -> object:
+        files = [name for name in seen.matching(groups) if name not in seen.broken]
+        dealt = max((len({*filter(None, map(_group_in, seen.keys(name)))}) for name in files), default=0)
+        for name in seen.matching(pattern):
+            there = seen.keys(name)
+            if {f"{inside}base_lrs", f"{inside}lr_lambdas"} <= there:
+                rates, lambdas = (_items(there, inside + key) for key in ("base_lrs", "lr_lambdas"))
+                wanted = dealt or lambdas
+                if rates != wanted:
+                    return {"file": name, "there": rates, "wanted": wanted}
+        return None
+
+    return when
+
+
+UNRATED = "{file} has {there} base_lrs for {wanted} param groups: it is loaded, and the next step of LambdaLR fails"
+"""What is said of one. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.get_lr``: ``zip`` with ``strict``)."""
+
+
+def _group_in(key: str) -> str | None:
+    """The number of the param group that a key lies in."""
+    found = _IN_GROUP.fullmatch(key)
+    return found and found[1]
+
+
+_IN_GROUP = re.compile(r"(?:.*/)?param_groups/(\d+)/params")
+
+
+def _items(there: frozenset[str], at: str) -> int:
+    return sum(1 for key in there if key.startswith(f"{at}/") and "/" not in key[len(at) + 1 :])
+
+
 def unlisted(file: str, before: str, *names: str) -> Callable[[Seen], object]:
     """Of the names in a DCP folder that begin alike, one is not there that belongs to them, or that most such have: ``{file}``, ``{key}``.
 
@@ -230,6 +271,31 @@ def unlisted(file: str, before: str, *names: str) -> Callable[[Seen], object]:
                 asked_for = {*names} if known else set()
                 if gone := sorted((asked_for | usual) - there):
                     return {"file": name, "key": at + gone[0]}
+        return None
+
+    return when
+
+
+def undealt(file: str, optimizer: str) -> Callable[[Seen], object]:
+    """A parameter that has a state in a DCP folder is in none of its param groups: ``{file}`` and ``{key}``.
+
+    Args:
+        file: The folder's ``.metadata``, in the model's folder or in the step's; a pattern.
+        optimizer: What the names of states and param groups begin with, with a dot behind it; a regular expression.
+    """
+    state, numbered, named = (
+        re.compile(optimizer + rest)
+        for rest in (r"state\.(.+)\.[^.]+", r"param_groups\.\d+\.params", r"param_groups\.(.*[^.\d].*)\.[^.]+")
+    )
+
+    def when(seen: Seen) -> object:
+        for name in sorted(one for one in {*seen.files, *seen.above} if fnmatchcase(one, file)):
+            keys = seen.keys(name)
+            listed = [seen.keys(f"{name}{INSIDE}{key}") for key in keys if numbered.fullmatch(key)]
+            dealt = {found[1] for key in keys if (found := named.fullmatch(key))}.union(*listed)
+            gone = sorted(found[1] for key in keys if (found := state.fullmatch(key)) and found[1] not in dealt)
+            if gone:
+                return {"file": name, "key": f"param group with {gone[0]}"}
         return None
 
     return when

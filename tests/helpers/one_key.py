@@ -131,16 +131,17 @@ def _how(file: Path) -> tuple[Any, Any, Any]:
 
 
 def _names(there: Collection[str]) -> list[At]:
-    """Names of tensors; of those that differ in numbers alone, or in the parameter, two."""
+    """Names of tensors; of those that differ in numbers alone, or in the parameter, two; and those of all param groups at once."""
     seen: dict[str, list[str]] = {}
     for name in there:
         alike = re.sub(r"layers\.\d+\.[\w.]*?(weight|bias)|[\w.]*(embed_tokens|norm|lm_head)\.weight", "P", name)
         seen.setdefault(alike, []).append(name)
-    return [(name,) for names in seen.values() for name in names[:2]]
+    groups = tuple(name for name in there if ".param_groups." in name)
+    return [(name,) for names in seen.values() for name in names[:2]] + ([groups] if groups else [])
 
 
 def _is_told_apart(at: At) -> bool:
-    """Of states that are alike two are enough; DeepSpeed's configuration is not loaded; items of lists are no keys."""
+    """Of states that are alike two are enough; DeepSpeed's configuration is not loaded; of lists, param groups and their rates alone."""
     numbered = [after for key, after in itertools.pairwise(at) if key == "state" and isinstance(after, int)]
-    is_item = isinstance(at[-1], int) and at[-2:-1] != ("state",)
+    is_item = isinstance(at[-1], int) and at[-2:-1] not in (("state",), ("base_lrs",), ("param_groups",))
     return len(at) <= _DEEPEST and {*numbered} <= {*_STATES} and "ds_config" not in at[:-1] and not is_item

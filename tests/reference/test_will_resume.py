@@ -78,6 +78,13 @@ def of_no_parameter(name: str) -> Change:
     return change
 
 
+def of_no_group(name: str) -> Change:
+    def change(folder: Path) -> None:
+        torch.save({**torch.load(folder / name, weights_only=False), "param_groups": []}, folder / name)
+
+    return change
+
+
 def agree(found: Forecast, seen: Restored | None) -> None:
     """What is said and what was seen: None where the loader stopped with an error."""
     (prospects,) = found.roles.values()
@@ -207,10 +214,12 @@ TRAINER_CASES: dict[str, tuple[Change, dict[str, Any]]] = {
             ("optimizer.pt", ("param_groups", 0, "betas")), ("optimizer.pt", ("param_groups", 1, "lr")),
             ("optimizer.pt", ("param_groups", 0)), ("optimizer.pt", ("param_groups", 1, "params", 0)),
             ("optimizer.pt", ("state", 0, "step")), ("scheduler.pt", ("lr_lambdas",)), ("scheduler.pt", ("_step_count",)),
+            ("scheduler.pt", ("base_lrs",)), ("scheduler.pt", ("base_lrs", 0)), ("scheduler.pt", ("lr_lambdas", 0)),
             ("trainer_state.json", ("train_batch_size",)), ("trainer_state.json", ("max_steps",)),
         ]
     },
     "optimizer.pt of no parameter": (of_no_parameter("optimizer.pt"), {}),
+    "optimizer.pt of no group": (of_no_group("optimizer.pt"), {}),
     "random states of two ranks": (lambda f: (f / "rng_state.pth").rename(f / "rng_state_0.pth"), {}),
 }  # fmt: skip
 
@@ -298,7 +307,7 @@ ACCELERATE_CASES: dict[str, Change] = {
     **{
         f"{name} without {key}": without(name, key)
         for name, keys in {
-            "scheduler.bin": ("last_epoch", "lr_lambdas", "_step_count"),
+            "scheduler.bin": ("last_epoch", "lr_lambdas", "_step_count", "base_lrs"),
             "random_states_0.pkl": ("random_state", "numpy_random_seed", "torch_manual_seed"),
         }.items()
         for key in keys
@@ -308,6 +317,9 @@ ACCELERATE_CASES: dict[str, Change] = {
     "optimizer.bin without a group": without("optimizer.bin", "param_groups", 0),
     "optimizer.bin without the members of a group": without("optimizer.bin", "param_groups", 0, "params"),
     "optimizer.bin of no parameter": of_no_parameter("optimizer.bin"),
+    "optimizer.bin of no group": of_no_group("optimizer.bin"),
+    "scheduler.bin with the rate of one group": without("scheduler.bin", "base_lrs", 0),
+    "scheduler.bin with a function less": without("scheduler.bin", "lr_lambdas", 0),
     "weights in several files": lambda f: (f / "model.safetensors").rename(f / "model-00001-of-00001.safetensors"),
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mcore_rlhf.trainers.accelerate import TRAINER
 from mcore_rlhf.trainers.conditions import (
+    UNRATED,
     asked,
     both,
     broken,
@@ -20,6 +21,7 @@ from mcore_rlhf.trainers.conditions import (
     stateless,
     uneven,
     ungrouped,
+    unrated,
     without,
 )
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
@@ -39,6 +41,8 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "239",
         incomplete_in("pytorch_model_fsdp", ".safetensors", "_model_states")),
     Habit((Thing.WEIGHTS,), _REFUSED, "{problem}: every tensor is asked for, and loading it fails", "239", lacks_tensors, True),
+    Habit((Thing.WEIGHTS,), _REFUSED, "DeepSpeed's tag pytorch_model, which is asked for by name, has no …model_states.pt", "239",
+        both(has("latest", "*_states.pt"), lacks("pytorch_model/*_model_states.pt", "model.safetensors", "pytorch_model.bin")), True),
     Habit((Thing.WEIGHTS,), _RESTORED, "the model's file, or what DeepSpeed or FSDP has", "239", ran=True),
     Habit(OF_OPTIMIZER, _REFUSED, "a file of the optimizer is missing: {problem}", "255",
         incomplete_in("_optim_states", "_model_states", "optimizer")),
@@ -60,6 +64,8 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
         without("scheduler*.bin", "last_epoch"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}, which LambdaLR asks for: loading it fails", "263",
         lambdaless("scheduler*.bin"), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, UNRATED,
+        "263", unrated("scheduler*.bin", "optimizer*.bin"), True),
     Habit((Thing.SCHEDULER,), _RESTORED, "scheduler.bin, where the script prepared one", "263", ran=True),
     Habit((Thing.SCALER,), _REFUSED, "{file} {wrong}: loading it fails", "288", broken("scaler.pt")),
     Habit((Thing.SCALER,), _REFUSED, "the run is in fp16, and scaler.pt is not there", "288", both(lacks("scaler.pt"), asked("fp16"))),

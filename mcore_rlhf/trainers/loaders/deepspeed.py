@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from mcore_rlhf.trainers.conditions import (
+    UNRATED,
     asked,
     both,
     broken,
@@ -23,6 +24,7 @@ from mcore_rlhf.trainers.conditions import (
     stateless,
     uneven,
     ungrouped,
+    unrated,
     without,
 )
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
@@ -201,6 +203,8 @@ ROWS = rows_of(
     Habit((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the schedule keeps its own; nothing is said",
         "engine.py:4704 (_load_checkpoint)",
         both(_scheduled, without(MODEL, "lr_scheduler/last_batch_iteration|lr_scheduler/last_epoch"))),
+    Habit((Thing.SCHEDULER,), _REFUSED, UNRATED,
+        "engine.py:4704 (_load_checkpoint)", unrated(MODEL, "*_states.pt", "lr_scheduler/"), True),
     Habit((Thing.SCHEDULER,), _RESTORED, "lr_scheduler, where the engine has one", "engine.py:4704 (_load_checkpoint)", ran=True),
     Habit((Thing.COUNTERS,), _RESTORED, "global_steps, global_samples, skipped_steps; the rest is handed to the script as client state",
         "engine.py:4712 (_load_checkpoint)", ran=True),

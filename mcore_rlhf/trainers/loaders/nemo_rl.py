@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, both, broken, incomplete, unlisted
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, both, broken, incomplete, undealt, unlisted
 from mcore_rlhf.trainers.nemo_rl import TRAINER
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
@@ -49,14 +49,19 @@ def _data(seen: Seen) -> list[str]:
 _TRACKERS = ("latest_train_state.pt", "latest_checkpointed_iteration.txt")
 """Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``training/checkpointing.py`` (``load_checkpoint``, ``checkpoint_exists``)."""
 _DCP = "utils/native_checkpoint.py:238 (load_checkpoint)"
+_NO_KEY = "{file} has no {key}: DCP stops where one that is asked for is not there"
 _INFO = ("current_step", "total_steps", "consumed_samples")
 
 
 def _unlisted(before: str, *names: str, given: Callable[[Seen], object] = lambda seen: True) -> Habit:
     """DTensor v1 keeps optimizer and schedule in one DCP folder, and asks for all of it."""
-    why = "{file} has no {key}: DCP stops where one that is asked for is not there"
     return Habit(
-        _WITH_OPTIMIZER, _REFUSED, why, _DCP, both(given, unlisted("policy/optimizer/.metadata", before, *names)), True
+        _WITH_OPTIMIZER,
+        _REFUSED,
+        _NO_KEY,
+        _DCP,
+        both(given, unlisted("policy/optimizer/.metadata", before, *names)),
+        True,
     )
 
 
@@ -84,6 +89,7 @@ ROWS = rows_of(
     _unlisted(r"optim\.optim\.state\..+\.", *ADAM),
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", *OF_GROUP, "params"),
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", "initial_lr", given=_scheduled),
+    Habit(_WITH_OPTIMIZER, _REFUSED, _NO_KEY, _DCP, undealt("policy/optimizer/.metadata", r"optim\.optim\."), True),
     _unlisted(r"optim\.sched\.", *OF_SCHEDULE),
     _unlisted(r"optim\.sched\._schedulers\.\d+\.", *OF_SCHEDULE),
     Habit(_WITH_OPTIMIZER, _RESTORED, "optimizer/, or Megatron's own in the weights' folder", _PATHS),

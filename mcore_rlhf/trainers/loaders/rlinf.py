@@ -6,7 +6,7 @@ Source: RLinf a3816b5, ``rlinf/runners/reasoning_runner.py`` (``init_workers``),
 
 from __future__ import annotations
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, has, incomplete, unlisted
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, has, incomplete, undealt, unlisted
 from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 from mcore_rlhf.trainers.rlinf import TRAINER
 
@@ -35,6 +35,7 @@ ROWS = rows_of(
     Habit(_MODEL, _REFUSED, "a file is missing: {problem}", _STATE, incomplete),
     _unlisted(r"fsdp_checkpoint\.optimizers\.state\..+\.", *ADAM),
     _unlisted(r"fsdp_checkpoint\.optimizers\.param_groups\.\d+\.", *OF_GROUP, "initial_lr", "params"),
+    Habit(_MODEL, _REFUSED, _NO_KEY, _STATE, undealt(_NAMES, r"fsdp_checkpoint\.optimizers\."), True),
     _unlisted(r"fsdp_checkpoint\.lr_schedulers\.\d+\.", *OF_SCHEDULE),
     _unlisted(r"fsdp_checkpoint\.rng\.", "cpu", "numpy", "random"),
     _unlisted(r"fsdp_checkpoint\.(?=fsdp_version|optimizers|model)", "fsdp_version"),

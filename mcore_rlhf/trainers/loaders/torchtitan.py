@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from math import prod
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, incomplete, refused, unlisted
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, incomplete, refused, undealt, unlisted
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -45,8 +45,11 @@ def _missing(seen: Seen) -> object:
 
 
 def _unlisted(value: str, before: str, *names: str) -> Habit:
+    return _asks(value, unlisted(".metadata", before, *names))
+
+
+def _asks(value: str, wanted: Callable[[Seen], object]) -> Habit:
     """Whatever is not there of a value that is loaded, the one call that loads everything stops."""
-    wanted = unlisted(".metadata", before, *names)
     return Habit(_ASKED_FOR, _REFUSED, "{file} has no {key}, and every key that is asked for must be there", "dcp_load",
         lambda seen: None if _excluded(value)(seen) else wanted(seen), True)  # fmt: skip
 
@@ -115,6 +118,7 @@ ROWS = rows_of(
     Habit(_ASKED_FOR, _REFUSED, "a file is missing: {problem}", "dcp_load", _missing, True),
     _unlisted("optimizer", r"optimizer\.state\..+\.", *ADAM),
     _unlisted("optimizer", r"optimizer\.param_groups\..+\.", *OF_GROUP, "initial_lr"),
+    _asks("optimizer", undealt(".metadata", r"optimizer\.")),
     _unlisted("lr_scheduler", r"lr_scheduler\.", *OF_SCHEDULE, "lr_lambdas"),
     _unlisted("dataloader", r"dataloader\._sampler_iter_state\.", "samples_yielded"),
     _unlisted("dataloader", r"dataloader\._sampler_iter_state\.sampler_iter_state\.", "yielded", "generator"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rlhf.trainers.conditions import (
+    UNRATED,
     asked,
     both,
     broken,
@@ -21,6 +22,7 @@ from mcore_rlhf.trainers.conditions import (
     stateless,
     uneven,
     ungrouped,
+    unrated,
     without,
 )
 from mcore_rlhf.trainers.resuming import MOST_RANKS, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
@@ -83,6 +85,8 @@ ROWS = _OF_OTHERS + rows_of(
         lacks(*_WEIGHTS), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "pytorch_model_fsdp… is loaded by a run with FSDP alone, and the configuration has none",
         "3640 (_load_from_checkpoint)", both(has("pytorch_model_fsdp*"), refused("fsdp"))),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, "latest is not there: DeepSpeed knows no tag, and the trainer stops",
+        "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)", both(has("global_step*/*"), lacks("latest"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
         incomplete_in("pytorch_model", ".safetensors", "_model_states")),
     Habit((Thing.WEIGHTS,), _ANEW, "{problem}: what is not there keeps what the run made it with; a warning", "4069 "
@@ -130,6 +134,8 @@ ROWS = _OF_OTHERS + rows_of(
         "3886 (_load_optimizer_and_scheduler)", without("scheduler.pt", "last_epoch"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}, which LambdaLR asks for: loading it fails",
         "3886 (_load_optimizer_and_scheduler)", lambdaless("scheduler.pt"), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, UNRATED,
+        "3886 (_load_optimizer_and_scheduler)", unrated("scheduler.pt", "optimizer.pt"), True),
     Habit((Thing.SCHEDULER,), _RESTORED, "scheduler.pt", "3886 (_load_optimizer_and_scheduler)", ran=True),
     Habit((Thing.SCALER,), _REFUSED, "{file} {wrong}: loading it fails", "3993 (_load_scaler)", broken("scaler.pt")),
     Habit((Thing.SCALER,), _RESTORED, "scaler.pt", "3993 (_load_scaler)", has("scaler.pt")),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import both, broken, has, stateless, uneven, ungrouped, without
+from mcore_rlhf.trainers.conditions import UNRATED, both, broken, has, stateless, uneven, ungrouped, unrated, without
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -94,6 +94,8 @@ _KEYS = (
         without(_EXTRA_FILE, "lr_lambdas", inside="lr_scheduler/")),
     _inside((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the schedule keeps its own; nothing is said", "252",
         without(_EXTRA_FILE, "last_epoch", inside="lr_scheduler/")),
+    _inside((Thing.SCHEDULER,), _REFUSED, UNRATED,
+        "252", unrated(_EXTRA_FILE, _OPTIM_FILE, "lr_scheduler/")),
     _inside((Thing.RNG,), _ANEW, "{file} has no {key}: the seed's own states; nothing is said", "245", without(_EXTRA_FILE, "rng")),
     _inside((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", "247",
         without(_EXTRA_FILE, "cpu", "numpy", "random", inside="rng/")),
