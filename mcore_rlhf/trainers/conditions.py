@@ -142,6 +142,8 @@ def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
                     "file": name,
                     "key": f"number of parameter {min(strange)}, which has a state, in {inside}param_groups",
                 }
+            if "param_groups" in keys and not groups and any(key.startswith("state/") for key in keys):
+                return {"file": name, "key": f"group in {inside}param_groups"}
         return None
 
     return when

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, both, has, unlisted
+from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, both, has, undealt, unlisted
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Outcome, Seen, Thing, rows_of
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
@@ -66,6 +66,23 @@ def _groupless(seen: Seen) -> object:
     return gone and {"file": name, "key": gone[0]}
 
 
+def _undealt(seen: Seen) -> object:
+    """A parameter that has a state is in none of the param groups, each of which says its own: ``{file}`` and ``{key}``."""
+    name, params, states = _named(seen)
+    keys = seen.keys(name) if name else frozenset()
+    groups = {key for key in keys if _A_GROUP.fullmatch(key)}
+    gone = sorted(states.keys() - params)
+    return (
+        "param_groups" in keys
+        and {f"{one}/params" for one in groups} <= keys
+        and gone
+        and {"file": name, "key": gone[0]}
+    )
+
+
+_A_GROUP = re.compile(r"param_groups/\d+")
+
+
 def _shards(before: str, *names: str) -> Habit:
     why = "{file} has no {key}: DCP stops where one that is asked for is not there"
     return Habit(OF_OPTIMIZER, _REFUSED, why, "load_fsdp_optimizer", unlisted(_SHARDS, before, *names), True)
@@ -77,6 +94,10 @@ ROWS = rows_of(
         "load_fsdp_model", _weightless, True),
     _shards(r"optimizer\.state\..+\.", *ADAM),
     _shards(r"optimizer\.param_groups\.\d+\.", *OF_GROUP, "params"),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: DCP stops where one that is asked for is not there", "load_fsdp_optimizer",
+        undealt(_SHARDS, r"optimizer\."), True),
+    Habit(OF_OPTIMIZER, _ANEW, "{file} has no param group with {key}: it begins anew; nothing is said", "load_fsdp_optimizer",
+        _undealt, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: DCP stops where one that is asked for is not there", "load_fsdp_optimizer",
         both(has("scheduler*"), unlisted(_SHARDS, r"optimizer\.param_groups\.\d+\.", "initial_lr")), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a RuntimeError, “Missing optimizer state”", "load_fsdp_optimizer", _stateless,
