@@ -5,6 +5,7 @@
     CheckpointError                    exit 1
     ├── NotACheckpoint                 exit 2   there is no checkpoint at this path, or not one that we read
     ├── Unsupported                    exit 2   a checkpoint, but something that cannot be done with it
+    │   └── Unportable                 exit 2   its own framework goes on with it, and it has no place elsewhere
     ├── UsageError                     exit 2   options that contradict each other or the files
     ├── StorageError                   exit 2   the file system said no: full disk, permissions, target exists
     │   └── Unreadable                 exit 2   an I/O error, of which nothing follows for what could not be read
@@ -45,6 +46,10 @@ class Unsupported(CheckpointError):
     """A checkpoint is sound, but what was asked of it cannot be done."""
 
     exit_code = 2
+
+
+class Unportable(Unsupported):
+    """What its own framework goes on with and nothing else can: an optimizer whose states nobody can name, or cut. Nothing is damaged."""
 
 
 class UsageError(CheckpointError):

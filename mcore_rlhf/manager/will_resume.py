@@ -14,7 +14,7 @@ from functools import cache
 from math import prod
 
 from mcore_rlhf.core.facts import Kind
-from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, UsageError, headline
+from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Unportable, UsageError, headline
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
@@ -141,7 +141,7 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
             notes.append(
                 f"{role or 'the model'} cannot be opened{'' if seen.held.problem else ' with its optimizer'}: {unknown}"
             )
-            is_said = loader.knows(seen) or any(one.row.outcome.is_loss for one in roles[role])
+            is_said = seen.held.unportable or loader.knows(seen) or any(one.row.outcome.is_loss for one in roles[role])
             doubtful += [] if is_said else [role]
     return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
 
@@ -374,6 +374,7 @@ def held_by(folder: ReadablePath) -> Held:
     state = source.state
     return Held(
         unread=headline(source.unread).replace(f"{folder}/", ""),
+        unportable=issubclass(source.refused, Unportable),
         optimizer=source.optimizer not in (None, "") or bool(source.unread),
         scheduler=state.scheduler is not None,
         scaler=state.grad_scaler is not None,

@@ -127,7 +127,7 @@ def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
             keys = [key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)]
-            has_adam = any(key.endswith("/exp_avg_sq") for key in keys)
+            has_adam = any(key.endswith("/exp_avg") for key in keys)  # Adafactor has `exp_avg_sq` of vectors
             groups: dict[str, set[str]] = {}
             for found in filter(None, map(_GROUP.fullmatch, keys)):
                 groups.setdefault(found[1], set()).add(found[2])

@@ -70,11 +70,13 @@ class Held:
         args: The run's arguments.
         values: Keys of further values.
         unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
+        unportable: Whether that is because it is of use to its own framework alone, and nothing is known to be wrong with it.
     """
 
     problem: str = ""
     incomplete: bool = False
     unread: str = ""
+    unportable: bool = False
     optimizer: bool = False
     scheduler: bool = False
     scaler: bool = False

@@ -27,7 +27,7 @@ from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.helpers.one_key import copies_without
 from tests.trainers import hf_runs
-from tests.trainers.hf_runs import HALF, STEPS, model, on_cpu
+from tests.trainers.hf_runs import HALF, STEPS, model, on_cpu, train
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
 Restored = dict[Thing, bool]
@@ -346,6 +346,17 @@ def _measured(step: Path) -> Path:
     state |= {"best_metric": 0.5, "best_global_step": 1, "best_model_checkpoint": str(step), "num_input_tokens_seen": 7}
     file.write_text(json.dumps(state))
     return step
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
+def test_an_optimizer_that_nothing_else_can_have_goes_on(optim: str, tmp_path: Path) -> None:
+    """Nobody here can convert it, which is said; Trainer goes on with it, and nothing says that this is in doubt."""
+    straight = train(model(1, tie_word_embeddings=True), tmp_path / "run", optim=optim)
+    step = tmp_path / "run" / f"checkpoint-{HALF}"
+    found = forecast(step, loader_named("transformers")[0], Settings())
+    assert found.resumes
+    assert any("cannot be opened with its optimizer" in note for note in found.notes)
+    assert train(model(9, tie_word_embeddings=True), tmp_path / "on", step, optim=optim) == straight[HALF:]
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.core.catalog import FLOAT32, Shape
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torch_values import SmallTensor
@@ -121,7 +121,8 @@ def name_numbers(
         flat: Whether states are flattened, and only their number of elements tells.
 
     Raises:
-        Unsupported: No order fits, or several do; or the members of the groups are not numbers.
+        Unportable: Several orders fit.
+        Unsupported: None does; or the members of the groups are not numbers.
     """
     ordered = [collected.fields[number] for number in sorted(collected.fields)]
     numbers = [str(number) for fields in ordered for number in _params(fields)]
@@ -135,7 +136,7 @@ def name_numbers(
     known = {name: (prod(shape),) for name, shape in shapes.items()} if flat else shapes
     fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, known, states)) is not None]
     if len({tuple(sorted(named.items())) for _, named in fitting}) != 1 or not all(named for _, named in fitting):
-        raise Unsupported(
+        raise (Unportable if fitting else Unsupported)(
             f"{folder}: the optimizer's state is numbered (0 to {len(numbers) - 1}), and neither the model's order nor the usual split "
             f"by weight decay says which of its {len(shapes)} tensors are meant: their shapes fit in no way, or in several\n"
             "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names."

@@ -23,7 +23,7 @@ from mcore_rlhf.core.catalog import (
     TensorName,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.order import Unit, ordered
@@ -326,7 +326,7 @@ class _RanksReader:
         except Unsupported:
             _, strange = ordered(list(own), config, ())
             whose = f"no table has {strange[0]}" if strange else "they have other lengths than those of its layers"
-            raise Unsupported(
+            raise (Unsupported if config else Unportable)(
                 f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
                 f"which parameters they are; by the model's config.json they cannot be told apart: {whose}\n"
                 "verl's strategy fsdp2 saves an optimizer that says it."

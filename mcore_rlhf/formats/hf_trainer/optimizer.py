@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, Shape
-from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
 from mcore_rlhf.families.lora.names import LORA_A, in_base, in_memory
 from mcore_rlhf.families.source import ParamGroup
@@ -123,7 +123,7 @@ class OptimizerFile:
         unlike = next((of for of in self.states.values() if len({held.shape for held in of.values()}) > 1), {})
         if unlike:
             kept = ", ".join(f"{state} of the shape {held.shape}" for state, held in unlike.items())
-            raise Unsupported(
+            raise Unportable(
                 f"{self.where}: keeps of one parameter {kept}; only states with one value per element can be converted\n{_WEIGHTS_ALONE}"
             )
         problems = Problems()
