@@ -19,7 +19,7 @@ from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, ParamGroup, Source, scheduled_groups
 from mcore_rlhf.models.huggingface.config import packed_in
 
-from .packing import from_files, repacked
+from .packing import from_modules, repacked
 from .schedule import PER_GROUP
 from .torchtitan import of_torchtitan, with_other_names
 
@@ -39,8 +39,9 @@ def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) 
     Raises:
         CheckpointError: See :func:`~.packing.repacked`.
     """
-    packed = from_files(like.model.shapes, packed_in(config)).same
-    return repacked(source, config, packs_experts=packed)
+    table = packed_in(config)
+    has_packed, wants_packed = (not from_modules(of.model.shapes, table).same for of in (source, like))
+    return source if has_packed == wants_packed else repacked(source, config, packs_experts=wants_packed)
 
 
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:

@@ -21,8 +21,16 @@ from tests.helpers import option_tables
 from tests.helpers.option_tables import TARGETS, titles, written
 
 PAGE = option_tables.PAGE.read_text(encoding="utf-8")
-INTERNAL = {"read.optimizer", "run.read", "run.write", "run.trainer", "write.run_of"}
-"""Fields that follow from others."""
+INTERNAL = {
+    "read.optimizer",
+    "read.described_by",
+    "read.values",
+    "run.read",
+    "run.write",
+    "run.trainer",
+    "write.run_of",
+}
+"""Fields that follow from others, or from what is asked."""
 SAMPLES: dict[str, Any] = {
     "to": "hf", "dtype": "bf16", "optimizer": "plain", "rng": "drop", "transformer_impl": "local", "pipeline_layout": "3,5",
     "eos_token_ids": (1, 2), "lr_limits": (1e-5, 0.0), "stub": ("a.B",), "ignore_field": ("a",), "max_memory": 1 << 20, "rules": None,

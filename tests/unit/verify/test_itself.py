@@ -30,6 +30,7 @@ from tests.unit.formats.hf_by_hand import CONFIG, llama, write
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 TRAINER = ("optim.pt", "scheduler.pt", "scaler.pt", "rng_state_0.pth")
+OTHER_RANK = {"rng_state_0.pth": "rng_state_1.pth", "random_states_1.pkl": "random_states_0.pkl"}
 ACCELERATE = ("optimizer_3.bin", "scheduler.bin", "sampler.bin", "dl_state_dict_1.bin", "random_states_1.pkl")
 
 
@@ -62,7 +63,7 @@ def beside_a_tag(tmp_path: Path, names: tuple[str, ...]) -> Path:
     """The same of a run with DeepSpeed, where the tag has weights and optimizer, and no config lies beside it."""
     folder = tmp_path / "checkpoint-3"
     shutil.copytree(GOLDENS / "deepspeed" / "z2_bf16_ac_dp2", folder)
-    save(folder, *names)
+    save(folder, *names, OTHER_RANK[names[-1]])
     return folder
 
 
