@@ -39,7 +39,7 @@ class Lab(labs.Lab):
 
     def carry_out(self, case: str, do: labs.Orders, **how: Any) -> list[Step]:
         """Carry orders out on two ranks."""
-        return self.run("titan_job", ["torchtitan-0.3.0", "needs"], 2, do, **{**CASES[case], **how})
+        return self.run("titan_03_job", ["torchtitan-0.3.0", "needs"], 2, do, **{**CASES[case], **how})
 
     def trained(self, case: str) -> tuple[Path, list[Step]]:
         """The folder of all steps of a run of three, and what it saw in two more."""

@@ -1,13 +1,12 @@
 """One rank of a torchtitan 0.3 run: its models, containers and ``CheckpointManager`` train, save and resume, as a list of orders says.
 
-``python -m tests.trainers.titan_job ORDERS RANK``, with torchtitan 0.3.0 on the path. Its models are its own, Llama and Qwen3, whose
+``python -m tests.trainers.titan_03_job ORDERS RANK``, with torchtitan 0.3.0 on the path. Its models are its own, Llama and Qwen3, whose
 attention is torch's ``scaled_dot_product_attention`` in the place of kernels of a GPU. Queries, keys and values are one parameter, as they
 are in its own configurations; ``fused`` off makes three of them. A second param group, with ``groups``, decays no norms.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tests.trainers.absent import stand_in
 from tests.trainers.lessons import BATCH, BETAS, DECAY, LEAST, RATE, SIZES, VOCABULARY, WIDTH, Step, begin, seen_of
+from tests.trainers.titan_jobs import TrainState
 
 stand_in("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep", instead=True)  # kernels of a GPU
 stand_in("datasets", "einops", "wandb")
@@ -66,20 +66,6 @@ def model_of(orders: dict[str, Any]) -> Any:
     with torch.no_grad():
         model.init_states()
     return model
-
-
-@dataclass
-class TrainState:
-    """As its ``Trainer`` has it."""
-
-    step: int = 0
-    ntokens_seen: int = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
 
 class Run:
