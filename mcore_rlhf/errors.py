@@ -49,7 +49,7 @@ class Unsupported(CheckpointError):
 
 
 class Unportable(Unsupported):
-    """What its own framework goes on with and nothing else can: an optimizer whose states nobody can name, or cut. Nothing is damaged."""
+    """What its own framework goes on with and nothing else can: an optimizer whose states nobody can name, or cut. No damage is known."""
 
 
 class UsageError(CheckpointError):

@@ -366,8 +366,9 @@ def _packed(p: Passage) -> Source:
 
 
 def _has_experts_of_a_run(p: Passage) -> bool:
-    """Whether a run goes on that has its experts in one of two ways."""
-    return p.to_module and p.to.packs_experts and p.write.like is not None and bool(packed_in(_description(p)))
+    """Whether a run goes on that has its experts in one of two ways; where all its names are taken over, these are too."""
+    wanted = p.to_module and p.to.packs_experts and not p.to.lays_out_keys and p.write.like is not None
+    return wanted and bool(packed_in(_description(p)))
 
 
 def _as_in_run(p: Passage) -> Source:

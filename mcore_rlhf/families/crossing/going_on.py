@@ -45,7 +45,7 @@ def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) 
 
 
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:
-    """The source with the names, keys, param groups and further values of a run.
+    """The source with the experts, names, keys, param groups and further values of a run.
 
     Args:
         source: Under a module's names.
@@ -62,6 +62,7 @@ def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source
         raise UsageError(
             f"--like: {like.root} is of the format {like.format}\nGive a DCP folder that the trainer itself wrote."
         )
+    source = with_experts_of(like, source, config)
     ours, theirs = of_torchtitan(source), of_torchtitan(like)
     if ours and ours != theirs:
         source = with_other_names(source, dict(config))

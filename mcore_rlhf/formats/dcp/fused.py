@@ -46,7 +46,10 @@ class FusedParam:
     @property
     def fits(self) -> bool:
         """Whether the parts can be dealt to so many groups."""
-        return self.groups > 0 and not any(shape[0] % self.groups for shape in self.parts.values())
+        rows = [shape[0] if shape else 0 for shape in self.parts.values()]
+        return 0 < self.groups <= min(rows) and not any(
+            count % self.groups for count in rows
+        )  # a stranger said how many
 
     def shares(self) -> dict[str, tuple[Share, ...]]:
         """For each part, which rows of the parameter it is made of."""
