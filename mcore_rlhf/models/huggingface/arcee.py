@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense
-from .attention_fields import Heads, NoWindow
-from .fields import Always, Only
-from .rotary_fields import Rotary
+from .attention_fields import GROUPED_HEADS, NO_WINDOW
+from .fields import always, only
+from .rotary_fields import rotary
 from .table import Architecture, Arrangement
 
 _FC1, _FC1_BIAS = (
@@ -36,13 +36,13 @@ ARCEE = Architecture(
     dense.ORDER,
     (
         *dense.OF_ANY,
-        Only("hidden_act", "relu2", "Megatron's --squared-relu is relu2"),
-        Always("squared_relu", True),
-        Always("swiglu", False),
-        Always("layernorm_zero_centered_gamma", False),
-        Heads(),
-        Rotary(),
-        NoWindow(),
-        Always("qk_layernorm", False),
+        only("hidden_act", "relu2", "Megatron's --squared-relu is relu2"),
+        always("squared_relu", True),
+        always("swiglu", False),
+        always("layernorm_zero_centered_gamma", False),
+        GROUPED_HEADS,
+        rotary(),
+        NO_WINDOW,
+        always("qk_layernorm", False),
     ),
 )

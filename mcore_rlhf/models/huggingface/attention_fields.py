@@ -12,93 +12,89 @@ qwen2_moe,qwen3_moe}/``; Megatron-LM core_v0.16.1, ``megatron/training/arguments
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.models.meaning.kinds import Field, Values
 
-from .fields import Field, Values, integer
+from .fields import integer
 
-
-@dataclass(frozen=True, slots=True)
-class Heads(Field):
-    """Query groups and the width of a head."""
-
-    names = ("num_key_value_heads", "head_dim")
-    arguments = ("num_query_groups", "group_query_attention", "kv_channels")
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``num_query_groups``, ``group_query_attention``, ``kv_channels``."""
-        heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
-        groups = integer(config, "num_key_value_heads") or heads
-        width = integer(config, "head_dim") or hidden // max(heads, 1)
-        return {"num_query_groups": groups, "group_query_attention": groups != heads, "kv_channels": width}
-
-    def config(self, args: Values) -> dict[str, object]:
-        """``num_key_value_heads`` and ``head_dim``; without the flag Megatron ignores its number of groups."""
-        heads, hidden = integer(args, "num_attention_heads"), integer(args, "hidden_size")
-        groups = integer(args, "num_query_groups") if args.get("group_query_attention") else heads
-        width = integer(args, "kv_channels") or hidden // max(heads, 1)
-        return {"num_key_value_heads": groups or heads, "head_dim": width}
+_HEADS = ("num_query_groups", "group_query_attention", "kv_channels")
 
 
-@dataclass(frozen=True, slots=True)
-class LatentHeads(Field):
-    """Heads of latent attention, which has no query groups."""
-
-    names = ("num_key_value_heads", "qk_head_dim", "head_dim")
-    arguments = ("num_query_groups", "group_query_attention", "kv_channels")
-
-    def args(self, config: Values) -> dict[str, object]:
-        """The arguments of heads; ``kv_channels`` is as wide as values are."""
-        return {
-            "num_query_groups": integer(config, "num_attention_heads"), "group_query_attention": False,
-            "kv_channels": integer(config, "v_head_dim"),
-        }  # fmt: skip
-
-    def config(self, args: Values) -> dict[str, object]:
-        """As many key as query heads."""
-        nope, rope = integer(args, "qk_head_dim"), integer(args, "qk_pos_emb_head_dim")
-        return {
-            "num_key_value_heads": integer(args, "num_attention_heads"), "qk_head_dim": nope + rope, "head_dim": rope,
-        }  # fmt: skip
+def _heads_args(config: Values) -> dict[str, object]:
+    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
+    groups = integer(config, "num_key_value_heads") or heads
+    width = integer(config, "head_dim") or hidden // max(heads, 1)
+    return {"num_query_groups": groups, "group_query_attention": groups != heads, "kv_channels": width}
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaLayers(Field):
-    """Which layers are gated delta nets: all but every ``full_attention_interval``-th, unless ``layer_types`` says otherwise.
+def _heads_config(args: Values) -> dict[str, object]:
+    """Without the flag Megatron ignores its number of groups."""
+    heads, hidden = integer(args, "num_attention_heads"), integer(args, "hidden_size")
+    groups = integer(args, "num_query_groups") if args.get("group_query_attention") else heads
+    width = integer(args, "kv_channels") or hidden // max(heads, 1)
+    return {"num_key_value_heads": groups or heads, "head_dim": width}
 
-    Source: transformers 5.23.0, ``models/qwen3_next/configuration_qwen3_next.py``; megatron-core 0.19.2,
-    ``models/gpt/experimental_attention_variant_module_specs.py`` (``get_linear_attention_pattern``).
-    """
 
-    names = ("layer_types", "full_attention_interval")
-    arguments = ("linear_attention_freq", "experimental_attention_variant")
+GROUPED_HEADS = Field(("num_key_value_heads", "head_dim"), _HEADS, _heads_args, _heads_config)
+"""Query groups and the width of a head."""
 
-    def args(self, config: Values) -> dict[str, object]:
-        """A list with a 1 for every gated delta net, and what kind of attention that is."""
-        layers, types = integer(config, "num_hidden_layers"), config.get("layer_types")
-        every = integer(config, "full_attention_interval") or 4
-        if not isinstance(types, list):
-            types = [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(layers)]
-        if len(types) != layers or not set(types) <= {_FULL, _LINEAR}:
-            raise Unsupported(f"config.json: layer_types {types}: expected {layers} of {_LINEAR} and {_FULL}")
-        return {
-            "linear_attention_freq": [int(one == _LINEAR) for one in types],
-            "experimental_attention_variant": "gated_delta_net",
-        }
 
-    def config(self, args: Values) -> dict[str, object]:
-        """``layer_types``.
+def _latent_heads_args(config: Values) -> dict[str, object]:
+    """``kv_channels`` is as wide as values are."""
+    return {
+        "num_query_groups": integer(config, "num_attention_heads"), "group_query_attention": False,
+        "kv_channels": integer(config, "v_head_dim"),
+    }  # fmt: skip
 
-        Raises:
-            Unsupported: Its attention is of another kind.
-        """
-        kind, linear = args.get("experimental_attention_variant"), delta_layers(args)
-        if kind != "gated_delta_net":
-            raise Unsupported(
-                f"args: experimental_attention_variant is {kind}, and transformers computes as with gated_delta_net"
-            )
-        return {"layer_types": [_LINEAR if n in linear else _FULL for n in range(integer(args, "num_layers"))]}
+
+def _latent_heads_config(args: Values) -> dict[str, object]:
+    nope, rope = integer(args, "qk_head_dim"), integer(args, "qk_pos_emb_head_dim")
+    return {
+        "num_key_value_heads": integer(args, "num_attention_heads"), "qk_head_dim": nope + rope, "head_dim": rope,
+    }  # fmt: skip
+
+
+LATENT_HEADS = Field(
+    ("num_key_value_heads", "qk_head_dim", "head_dim"), _HEADS, _latent_heads_args, _latent_heads_config
+)
+"""Heads of latent attention, which has no query groups, and as many key as query heads."""
+
+
+def _delta_args(config: Values) -> dict[str, object]:
+    """A list with a 1 for every gated delta net, and what kind of attention that is."""
+    layers, types = integer(config, "num_hidden_layers"), config.get("layer_types")
+    every = integer(config, "full_attention_interval") or 4
+    if not isinstance(types, list):
+        types = [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(layers)]
+    if len(types) != layers or not set(types) <= {_FULL, _LINEAR}:
+        raise Unsupported(f"config.json: layer_types {types}: expected {layers} of {_LINEAR} and {_FULL}")
+    return {
+        "linear_attention_freq": [int(one == _LINEAR) for one in types],
+        "experimental_attention_variant": "gated_delta_net",
+    }
+
+
+def _delta_config(args: Values) -> dict[str, object]:
+    kind, linear = args.get("experimental_attention_variant"), delta_layers(args)
+    if kind != "gated_delta_net":
+        raise Unsupported(
+            f"args: experimental_attention_variant is {kind}, and transformers computes as with gated_delta_net"
+        )
+    return {"layer_types": [_LINEAR if n in linear else _FULL for n in range(integer(args, "num_layers"))]}
+
+
+DELTA_LAYERS = Field(
+    ("layer_types", "full_attention_interval"),
+    ("linear_attention_freq", "experimental_attention_variant"),
+    _delta_args,
+    _delta_config,
+)
+"""Which layers are gated delta nets: all but every ``full_attention_interval``-th, unless ``layer_types`` says otherwise.
+
+Source: transformers 5.23.0, ``models/qwen3_next/configuration_qwen3_next.py``; megatron-core 0.19.2,
+``models/gpt/experimental_attention_variant_module_specs.py`` (``get_linear_attention_pattern``).
+"""
 
 
 def delta_layers(args: Values) -> frozenset[int]:
@@ -134,99 +130,81 @@ _NUMBERED = (last_layers, every_other_layer)
 """Rules that look at ``max_window_layers``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window(Field):
-    """A sliding window.
+Windowed = Callable[[Values, int], frozenset[int]]
+"""Which of so many layers of a ``config.json`` have a window."""
+
+
+def window(*, switch: bool = False, rule: Windowed | None = None) -> Field:
+    """A sliding window: ``window_size``, and which layers have it where not all do.
 
     Args:
         switch: Whether ``use_sliding_window`` turns it on.
         rule: Which layers have it where ``layer_types`` does not say; None where all do, whatever else is said.
     """
 
-    switch: bool = False
-    rule: Callable[[Values, int], frozenset[int]] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        switch = ("use_sliding_window",) if self.switch else ()
-        number = ("max_window_layers",) if self.rule in _NUMBERED else ()
-        return ("sliding_window", *switch, *number, *(("layer_types",) if self.rule else ()))
-
-    arguments = (_SIZE, _LAYERS)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``window_size``, and which layers have it where not all do.
-
-        Raises:
-            Unsupported: A layer is of a kind that is not known.
-        """
+    def args(config: Values) -> dict[str, object]:
         size, layers = config.get("sliding_window"), integer(config, "num_hidden_layers")
-        windowed = self._windowed(config, layers)
+        windowed = (
+            frozenset[int]() if switch and not config.get("use_sliding_window") else _sliding(config, layers, rule)
+        )
         if not isinstance(size, int) or size <= 0 or not windowed:
             return {_SIZE: None, _LAYERS: None}
         some = None if len(windowed) == layers else [int(number in windowed) for number in range(layers)]
         return {_SIZE: (size - 1, 0), _LAYERS: some}
 
-    def _windowed(self, config: Values, layers: int) -> frozenset[int]:
-        if self.switch and not config.get("use_sliding_window"):
-            return frozenset()
-        kinds = config.get("layer_types") if self.rule is not None else None
-        if isinstance(kinds, list):
-            strange = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
-            if strange:
-                raise Unsupported(
-                    f"config.json: layer_types has {strange[0]}, and Megatron knows {_SLIDING} and {_FULL}"
-                )
-            return frozenset(number for number, kind in enumerate(kinds) if kind == _SLIDING)
-        return self.rule(config, layers) if self.rule is not None else frozenset(range(layers))
-
-    def config(self, args: Values) -> dict[str, object]:
-        """What ``config.json`` says of the window, or that there is none.
-
-        Raises:
-            Unsupported: Only some layers have it, and the class cannot say so; or tokens look ahead.
-        """
+    def config(args: Values) -> dict[str, object]:
         size, layers = _size(args), integer(args, "num_layers")
         windowed = _windowed_layers(args, layers) if size else frozenset[int]()
         if not windowed:
-            if self.rule is every_other:  # its class wants a number even where no layer has a window, and has a default
+            if rule is every_other:  # its class wants a number even where no layer has a window, and has a default
                 return {"layer_types": [_FULL] * layers}
-            off: dict[str, object] = {"use_sliding_window": False} if self.switch else {"sliding_window": None}
-            return off if self.rule is None else {**off, "max_window_layers": layers}
-        if self.rule is None and len(windowed) < layers:
+            off: dict[str, object] = {"use_sliding_window": False} if switch else {"sliding_window": None}
+            return off if rule is None else {**off, "max_window_layers": layers}
+        if rule is None and len(windowed) < layers:
             raise Unsupported(
                 f"args: {_LAYERS} gives {_SIZE} {args[_SIZE]} to {len(windowed)} of {layers} layers, and transformers to all"
             )
         said: dict[str, object] = {"sliding_window": size}
-        if self.switch:
+        if switch:
             said["use_sliding_window"] = True
-        if self.rule in _NUMBERED:  # transformers 4 has the number alone, and newer ones prefer the list
-            said["max_window_layers"] = min(windowed) if self.rule is last_layers else layers
-        if self.rule is not None:
+        if rule in _NUMBERED:  # transformers 4 has the number alone, and newer ones prefer the list
+            said["max_window_layers"] = min(windowed) if rule is last_layers else layers
+        if rule is not None:
             said["layer_types"] = [_SLIDING if number in windowed else _FULL for number in range(layers)]
         return said
 
+    further = [
+        ("use_sliding_window", switch),
+        ("max_window_layers", rule in _NUMBERED),
+        ("layer_types", rule is not None),
+    ]
+    names = ("sliding_window", *(name for name, is_said in further if is_said))
+    return Field(names, (_SIZE, _LAYERS), args, config)
 
-@dataclass(frozen=True, slots=True)
-class NoWindow(Field):
-    """A class without windows, whatever its ``config.json`` says."""
 
-    arguments = (_SIZE, _LAYERS)
+def _sliding(config: Values, layers: int, rule: Windowed | None) -> frozenset[int]:
+    """The layers with a window where there is one.
 
-    def args(self, config: Values) -> dict[str, object]:
-        """Nothing."""
-        return {}
+    Raises:
+        Unsupported: A layer is of a kind that is not known.
+    """
+    kinds = config.get("layer_types") if rule is not None else None
+    if isinstance(kinds, list):
+        strange = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
+        if strange:
+            raise Unsupported(f"config.json: layer_types has {strange[0]}, and Megatron knows {_SLIDING} and {_FULL}")
+        return frozenset(number for number, kind in enumerate(kinds) if kind == _SLIDING)
+    return rule(config, layers) if rule is not None else frozenset(range(layers))
 
-    def config(self, args: Values) -> dict[str, object]:
-        """Nothing.
 
-        Raises:
-            Unsupported: Some layers have a window.
-        """
-        if _size(args) and _windowed_layers(args, integer(args, "num_layers")):
-            raise Unsupported(f"args: {_SIZE} is {args[_SIZE]!r}, for which its config.json has no words")
-        return {}
+def _no_window(args: Values) -> dict[str, object]:
+    if _size(args) and _windowed_layers(args, integer(args, "num_layers")):
+        raise Unsupported(f"args: {_SIZE} is {args[_SIZE]!r}, for which its config.json has no words")
+    return {}
+
+
+NO_WINDOW = Field((), (_SIZE, _LAYERS), config=_no_window)
+"""A class without windows, whatever its ``config.json`` says."""
 
 
 def _size(args: Values) -> int:

@@ -16,13 +16,14 @@ from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.bounds import check_sizes
 from mcore_rlhf.models.meaning.declared import arguments, complete, config_fields
+from mcore_rlhf.models.meaning.kinds import Field
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
 from . import ARCHITECTURES, REFUSED, TEXTS
-from .attention_fields import Heads, delta_layers
+from .attention_fields import GROUPED_HEADS, delta_layers
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
-from .fields import Field, integer
+from .fields import integer
 from .relation import HOW_TO_ADD, Filled, filled
 from .table import LOCAL, SEQUENTIAL, Architecture, Packed, Sizes, Spelling
 
@@ -171,7 +172,7 @@ def sizes_of_args(args: Config, vocabulary: int) -> Sizes:
         raise UsageError(
             f"the stored args lack {', '.join(missing)}\nGive --reference-config, the folder of a config.json."
         )
-    heads = Heads().config(args)
+    heads = GROUPED_HEADS.config(args)
     latent = _LATENT if args.get("multi_latent_attention") else {}  # others' args have defaults for these, too
     experts = _EXPERTS if args.get("num_experts") else {}
     linear = delta_layers(args)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rlhf.models.meaning.kinds import Field
+
 from . import dense, moe, mtp
-from .attention_fields import LatentHeads, NoWindow
-from .expert_fields import FirstDense, Groups, SigmoidWeights
-from .fields import Always, Field, NoneAs, Only, Same, Times
-from .rotary_fields import LatentRotary
+from .attention_fields import LATENT_HEADS, NO_WINDOW
+from .expert_fields import FIRST_DENSE, SIGMOID_WEIGHTS, groups
+from .fields import always, none_as, only, same, times
+from .rotary_fields import latent_rotary
 from .table import LOCAL, TRANSFORMER_ENGINE, Architecture, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}.self_attention."
@@ -59,47 +61,47 @@ _ATTENTION_ORDER = tuple(
 
 _ATTENTION_FIELDS: tuple[Field, ...] = (
     *dense.COMMON,
-    Same("q_lora_rank", "q_lora_rank", says_none=True),
-    Same("kv_lora_rank", "kv_lora_rank"),
-    Same("qk_nope_head_dim", "qk_head_dim"),
-    Same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    Same("v_head_dim", "v_head_dim"),
-    Always("multi_latent_attention", True),
-    Always("qk_layernorm", True),
-    Always("position_embedding_type", "rope"),
-    LatentHeads(),
-    NoWindow(),
+    same("q_lora_rank", "q_lora_rank", says_none=True),
+    same("kv_lora_rank", "kv_lora_rank"),
+    same("qk_nope_head_dim", "qk_head_dim"),
+    same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    same("v_head_dim", "v_head_dim"),
+    always("multi_latent_attention", True),
+    always("qk_layernorm", True),
+    always("position_embedding_type", "rope"),
+    LATENT_HEADS,
+    NO_WINDOW,
 )
 """What the descriptions have in common."""
 
 _ROUTING: tuple[Field, ...] = (
     *moe.fields("n_routed_experts", "num_experts", "num_local_experts"),
-    FirstDense(),
-    Times("n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"),
-    NoneAs("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
-    Only("moe_layer_freq", 1, "only first_k_dense_replace says which layers are mixtures", written=False),
+    FIRST_DENSE,
+    times("n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"),
+    none_as("routed_scaling_factor", "moe_router_topk_scaling_factor", none=1.0),
+    only("moe_layer_freq", 1, "only first_k_dense_replace says which layers are mixtures", written=False),
 )
 
 SIGMOID_ROUTING: tuple[Field, ...] = (
     *_ROUTING,
-    Groups(),
-    NoneAs("num_nextn_predict_layers", "mtp_num_layers", ("num_mtp_layers",)),
-    Only("scoring_func", "sigmoid", "the architecture scores experts by a sigmoid", written=False),
-    SigmoidWeights(),
-    Always("moe_router_score_function", "sigmoid"),
-    Always("moe_router_enable_expert_bias", True),
-    Always("moe_router_pre_softmax", False),
+    groups(),
+    none_as("num_nextn_predict_layers", "mtp_num_layers", ("num_mtp_layers",)),
+    only("scoring_func", "sigmoid", "the architecture scores experts by a sigmoid", written=False),
+    SIGMOID_WEIGHTS,
+    always("moe_router_score_function", "sigmoid"),
+    always("moe_router_enable_expert_bias", True),
+    always("moe_router_pre_softmax", False),
 )
 """What the descriptions of sigmoid routers with a correction bias have in common."""
 
 _SOFTMAX_ROUTING: tuple[Field, ...] = (
     *_ROUTING,
-    Groups(grouped="group_limited_greedy", alone="greedy"),
-    Only("norm_topk_prob", False, "DeepSeek-V2 does not normalise the weights of experts"),
-    Only("scoring_func", "softmax", "the architecture scores experts by a softmax", written=False),
-    Always("moe_router_pre_softmax", True),
-    Always("moe_router_score_function", "softmax"),
-    Always("moe_router_enable_expert_bias", False),
+    groups(grouped="group_limited_greedy", alone="greedy"),
+    only("norm_topk_prob", False, "DeepSeek-V2 does not normalise the weights of experts"),
+    only("scoring_func", "softmax", "the architecture scores experts by a softmax", written=False),
+    always("moe_router_pre_softmax", True),
+    always("moe_router_score_function", "softmax"),
+    always("moe_router_enable_expert_bias", False),
 )
 
 
@@ -134,7 +136,7 @@ DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     (dense.EMBEDDING, *_V2_LAYER, dense.FINAL_NORM, *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*_ATTENTION_FIELDS, LatentRotary(), *_SOFTMAX_ROUTING),
+    (*_ATTENTION_FIELDS, latent_rotary(), *_SOFTMAX_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )
@@ -144,7 +146,7 @@ DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     (dense.EMBEDDING, *_V3_LAYER, dense.FINAL_NORM, *mtp.rows(_V3_LAYER), *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*_ATTENTION_FIELDS, LatentRotary(interleaved=True), *SIGMOID_ROUTING),
+    (*_ATTENTION_FIELDS, latent_rotary(interleaved=True), *SIGMOID_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .attention_fields import Heads
-from .fields import Always, Field, Only, Same, Unused
-from .rotary_fields import Rotary
+from mcore_rlhf.models.meaning.kinds import Field
+
+from .attention_fields import GROUPED_HEADS
+from .fields import always, only, same, unused
+from .rotary_fields import rotary
 from .table import DENSE, LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
@@ -97,35 +99,35 @@ ORDER = in_order(*SELF_ATTENTION, *QK_NORMS, *MLP)
 """``model.parameters()`` of dense decoders."""
 
 SIZES: tuple[Field, ...] = (
-    Same("num_hidden_layers", "num_layers"),
-    Same("hidden_size", "hidden_size"),
-    Same("intermediate_size", "ffn_hidden_size"),
-    Same("num_attention_heads", "num_attention_heads"),
+    same("num_hidden_layers", "num_layers"),
+    same("hidden_size", "hidden_size"),
+    same("intermediate_size", "ffn_hidden_size"),
+    same("num_attention_heads", "num_attention_heads"),
 )
 """What a decoder's description cannot be without."""
 
 _OF_ANY: tuple[Field, ...] = (
-    Same("max_position_embeddings", "max_position_embeddings"),
-    Same("rms_norm_eps", "layernorm_epsilon"),
-    Same("initializer_range", "init_method_std"),
-    Same("attention_dropout", "attention_dropout"),
-    Always("normalization", "RMSNorm"),
-    Always("add_position_embedding", True),
-    Always("rotary_interleaved", False),
+    same("max_position_embeddings", "max_position_embeddings"),
+    same("rms_norm_eps", "layernorm_epsilon"),
+    same("initializer_range", "init_method_std"),
+    same("attention_dropout", "attention_dropout"),
+    always("normalization", "RMSNorm"),
+    always("add_position_embedding", True),
+    always("rotary_interleaved", False),
 )
-SILU: Field = Only("hidden_act", "silu", "Megatron's --swiglu is silu")
+SILU: Field = only("hidden_act", "silu", "Megatron's --swiglu is silu")
 OF_ANY = (*SIZES, *_OF_ANY)
 """What the two descriptions of any of them have in common."""
 
 MIXTURES_ALONE = (
     *(size for size in SIZES if size.arguments != ("ffn_hidden_size",)),
-    Unused("ffn_hidden_size", "moe_intermediate_size"),
+    unused("ffn_hidden_size", "moe_intermediate_size"),
     *_OF_ANY,
 )
 """The same where no layer is dense, and ``config.json`` does not say how wide one would be."""
 
-COMMON: tuple[Field, ...] = (*OF_ANY, SILU, Always("swiglu", True), Always("layernorm_zero_centered_gamma", False))
+COMMON: tuple[Field, ...] = (*OF_ANY, SILU, always("swiglu", True), always("layernorm_zero_centered_gamma", False))
 """The same with SwiGLU and the usual norms."""
 
-FIELDS: tuple[Field, ...] = (*COMMON, Heads(), Rotary())
+FIELDS: tuple[Field, ...] = (*COMMON, GROUPED_HEADS, rotary())
 """The same with the usual attention."""

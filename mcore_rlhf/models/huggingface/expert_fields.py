@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.models.meaning.kinds import Field, Values
 
-from .fields import Field, Values, integer, number
+from .fields import integer, number
 
 _ARG, _LAYERS, _HF_LAYERS = "moe_layer_freq", "num_layers", "num_hidden_layers"
+_FIRST = "first_k_dense_replace"
 _CLAMP, _ALPHA = "activation_func_clamp_value", 1.702
 
 
@@ -36,283 +36,188 @@ def _argument(mixture: frozenset[int], layers: int) -> dict[str, object]:
     return {_ARG: [int(number in mixture) for number in range(layers)]}
 
 
-@dataclass(frozen=True, slots=True)
-class FirstDense(Field):
-    """The first layers are dense, all others are mixtures.
-
-    Args:
-        name: In ``config.json``, how many are dense.
-    """
-
-    name: str = "first_k_dense_replace"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return (self.name,)
-
-    arguments = (_ARG,)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``moe_layer_freq``."""
-        first = config.get(self.name)
-        first = first if isinstance(first, int) else 0
-        return _argument(frozenset(range(first, integer(config, _HF_LAYERS))), integer(config, _HF_LAYERS))
-
-    def config(self, args: Values) -> dict[str, object]:
-        """How many are dense.
-
-        Raises:
-            Unsupported: A dense layer comes after a mixture.
-        """
-        mixture, layers = mixture_layers(args), args.get(_LAYERS)
-        first = min(mixture, default=layers if isinstance(layers, int) else 0)
-        if isinstance(layers, int) and mixture != frozenset(range(first, layers)):
-            raise Unsupported(
-                f"args: moe_layer_freq has dense layers after mixtures, and {self.name} in config.json can only say how many come first"
-            )
-        return {self.name: first}
+def _after_dense(config: Values) -> dict[str, object]:
+    first = config.get(_FIRST)
+    first = first if isinstance(first, int) else 0
+    return _argument(frozenset(range(first, integer(config, _HF_LAYERS))), integer(config, _HF_LAYERS))
 
 
-@dataclass(frozen=True, slots=True)
-class SparseList(Field):
-    """Which layers are mixtures: as listed, and without a list all but the first.
-
-    Source: transformers 5.23.0, ``models/glm4_moe_lite/configuration_glm4_moe_lite.py``; it looks at no other field.
-    """
-
-    names = ("mlp_layer_types", "first_k_dense_replace")
-    arguments = (_ARG,)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``moe_layer_freq``.
-
-        Raises:
-            Unsupported: The list has other kinds or another length, or a number beside it says something else.
-        """
-        kinds, layers, first = config.get(self.names[0]), integer(config, _HF_LAYERS), config.get(self.names[1])
-        if not isinstance(kinds, list):
-            kinds = ["dense", *["sparse"] * (layers - 1)]
-        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-            raise Unsupported(f"config.json: mlp_layer_types {kinds}: expected {layers} of dense and sparse")
-        mixture = frozenset(number for number, kind in enumerate(kinds) if kind == "sparse")
-        if isinstance(first, int) and mixture != frozenset(range(first, layers)):
-            raise Unsupported(
-                f"config.json: first_k_dense_replace is {first}, and transformers, which looks at mlp_layer_types alone, has the mixtures "
-                f"{sorted(mixture)}"
-            )
-        return _argument(mixture, layers)
-
-    def config(self, args: Values) -> dict[str, object]:
-        """The list."""
-        mixture = mixture_layers(args)
-        return {"mlp_layer_types": ["sparse" if n in mixture else "dense" for n in range(integer(args, _LAYERS))]}
+def _first_dense(args: Values) -> dict[str, object]:
+    mixture, layers = mixture_layers(args), args.get(_LAYERS)
+    first = min(mixture, default=layers if isinstance(layers, int) else 0)
+    if isinstance(layers, int) and mixture != frozenset(range(first, layers)):
+        raise Unsupported(
+            f"args: moe_layer_freq has dense layers after mixtures, and {_FIRST} in config.json can only say how many come first"
+        )
+    return {_FIRST: first}
 
 
-@dataclass(frozen=True, slots=True)
-class DenseList(Field):
-    """Every so many layers are mixtures, except those in a list.
-
-    Args:
-        listed: In ``config.json``, the layers that are dense whatever else is said.
-        step: In ``config.json``, every how many layers there is a mixture.
-    """
-
-    listed: str = "mlp_only_layers"
-    step: str = "decoder_sparse_step"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return (self.listed, self.step)
-
-    arguments = (_ARG,)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``moe_layer_freq``.
-
-        Source: transformers 5.23.0, ``models/qwen3_moe/modeling_qwen3_moe.py`` (``Qwen3MoeDecoderLayer.__init__``).
-        """
-        listed, step = config.get(self.listed), config.get(self.step)
-        dense = frozenset(listed) if isinstance(listed, list | tuple) else frozenset()
-        every = step if isinstance(step, int) and step > 0 else 1
-        numbers = range(integer(config, _HF_LAYERS))
-        mixture = frozenset(n for n in numbers if n not in dense and (n + 1) % every == 0)
-        return _argument(mixture, integer(config, _HF_LAYERS))
-
-    def config(self, args: Values) -> dict[str, object]:
-        """The list."""
-        layers, mixture = args.get(_LAYERS), mixture_layers(args)
-        numbers = range(layers if isinstance(layers, int) else 0)
-        return {self.listed: [number for number in numbers if number not in mixture], self.step: 1}
+FIRST_DENSE = Field((_FIRST,), (_ARG,), _after_dense, _first_dense)
+"""The first layers are dense, all others are mixtures."""
 
 
-@dataclass(frozen=True, slots=True)
-class Groups(Field):
-    """Groups of experts of which only some are looked at.
+def _listed_sparse(config: Values) -> dict[str, object]:
+    """Refuses a list with other kinds or of another length, and a number beside it that says something else."""
+    kinds, layers, first = config.get("mlp_layer_types"), integer(config, _HF_LAYERS), config.get(_FIRST)
+    if not isinstance(kinds, list):
+        kinds = ["dense", *["sparse"] * (layers - 1)]
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise Unsupported(f"config.json: mlp_layer_types {kinds}: expected {layers} of dense and sparse")
+    mixture = frozenset(number for number, kind in enumerate(kinds) if kind == "sparse")
+    if isinstance(first, int) and mixture != frozenset(range(first, layers)):
+        raise Unsupported(
+            f"config.json: first_k_dense_replace is {first}, and transformers, which looks at mlp_layer_types alone, has the mixtures "
+            f"{sorted(mixture)}"
+        )
+    return _argument(mixture, layers)
+
+
+def _sparse_list(args: Values) -> dict[str, object]:
+    mixture = mixture_layers(args)
+    return {"mlp_layer_types": ["sparse" if n in mixture else "dense" for n in range(integer(args, _LAYERS))]}
+
+
+SPARSE_LIST = Field(("mlp_layer_types", _FIRST), (_ARG,), _listed_sparse, _sparse_list)
+"""Which layers are mixtures: as listed, and without a list all but the first.
+
+Source: transformers 5.23.0, ``models/glm4_moe_lite/configuration_glm4_moe_lite.py``; it looks at no other field.
+"""
+_DENSE, _STEP = "mlp_only_layers", "decoder_sparse_step"
+
+
+def _every_so_many(config: Values) -> dict[str, object]:
+    listed, step = config.get(_DENSE), config.get(_STEP)
+    dense = frozenset(listed) if isinstance(listed, list | tuple) else frozenset()
+    every = step if isinstance(step, int) and step > 0 else 1
+    numbers = range(integer(config, _HF_LAYERS))
+    mixture = frozenset(n for n in numbers if n not in dense and (n + 1) % every == 0)
+    return _argument(mixture, integer(config, _HF_LAYERS))
+
+
+def _dense_list(args: Values) -> dict[str, object]:
+    layers, mixture = args.get(_LAYERS), mixture_layers(args)
+    numbers = range(layers if isinstance(layers, int) else 0)
+    return {_DENSE: [number for number in numbers if number not in mixture], _STEP: 1}
+
+
+DENSE_LIST = Field((_DENSE, _STEP), (_ARG,), _every_so_many, _dense_list)
+"""Every so many layers are mixtures, except those in a list.
+
+Source: transformers 5.23.0, ``models/qwen3_moe/modeling_qwen3_moe.py`` (``Qwen3MoeDecoderLayer.__init__``).
+"""
+
+
+def groups(*, grouped: str | None = None, alone: str | None = None) -> Field:
+    """Groups of experts of which only some are looked at; one group is none.
 
     Args:
         grouped: What ``config.json`` calls this method of choosing; None where it needs no name.
         alone: What it calls the method without groups.
     """
 
-    grouped: str | None = None
-    alone: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return ("n_group", "topk_group", *(["topk_method"] if self.grouped else []))
-
-    arguments = ("moe_router_num_groups", "moe_router_group_topk")
-
-    def args(self, config: Values) -> dict[str, object]:
-        """Megatron's groups; one group is none."""
-        groups, chosen = config.get("n_group"), config.get("topk_group")
-        named = self.grouped is None or config.get("topk_method", self.alone) == self.grouped
-        several = named and isinstance(groups, int) and groups > 1
+    def args(config: Values) -> dict[str, object]:
+        number, chosen = config.get("n_group"), config.get("topk_group")
+        named = grouped is None or config.get("topk_method", alone) == grouped
+        several = named and isinstance(number, int) and number > 1
         return {
-            "moe_router_num_groups": groups if several else None, "moe_router_group_topk": chosen if several else None
+            "moe_router_num_groups": number if several else None, "moe_router_group_topk": chosen if several else None
         }  # fmt: skip
 
-    def config(self, args: Values) -> dict[str, object]:
-        """``n_group`` and ``topk_group``, and the method where it has a name."""
-        groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
-        said: dict[str, object] = {"n_group": groups or 1, "topk_group": chosen or 1}
-        method = self.grouped if groups else self.alone
+    def config(args: Values) -> dict[str, object]:
+        number, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+        said: dict[str, object] = {"n_group": number or 1, "topk_group": chosen or 1}
+        method = grouped if number else alone
         return said if method is None else {**said, "topk_method": method}
 
+    names = ("n_group", "topk_group", *(["topk_method"] if grouped else []))
+    return Field(names, ("moe_router_num_groups", "moe_router_group_topk"), args, config)
 
-@dataclass(frozen=True, slots=True)
-class SoftmaxWeights(Field):
+
+def softmax_weights(said: str | None = None) -> Field:
     """Whether the weights of the chosen experts add up to 1: Megatron takes the softmax of those alone, or of all before.
+
+    Source: megatron-core 0.16.1, ``transformer/transformer_config.py`` (``__post_init__``).
 
     Args:
         said: In ``config.json``, whether they do; None where they always do.
     """
 
-    said: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return () if self.said is None else (self.said,)
-
-    arguments = ("moe_router_pre_softmax",)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """``moe_router_pre_softmax``.
-
-        Raises:
-            Unsupported: One expert alone gets the weight 1.
-
-        Source: megatron-core 0.16.1, ``transformer/transformer_config.py`` (``__post_init__``).
-        """
-        whole = self.said is None or bool(config.get(self.said))
-        if whole and config.get("num_experts_per_tok") == 1:
+    def args(config: Values) -> dict[str, object]:
+        whole = said is None or bool(config.get(said))
+        if whole and config.get("num_experts_per_tok") == 1:  # which alone gets the weight 1
             raise Unsupported(
-                f"config.json: num_experts_per_tok 1 with {self.said or 'weights'} that add up to 1; Megatron wants "
+                f"config.json: num_experts_per_tok 1 with {said or 'weights'} that add up to 1; Megatron wants "
                 "--moe-router-pre-softmax for one expert"
             )
         return {"moe_router_pre_softmax": not whole}
 
-    def config(self, args: Values) -> dict[str, object]:
-        """Whether they do.
-
-        Raises:
-            Unsupported: They do not, and the class cannot say so.
-        """
+    def config(args: Values) -> dict[str, object]:
         before = bool(args.get("moe_router_pre_softmax"))
-        if self.said is None and before:
+        if said is None and before:
             raise Unsupported("args: moe_router_pre_softmax is True, and transformers computes as with False")
-        return {} if self.said is None else {self.said: not before}
+        return {} if said is None else {said: not before}
+
+    return Field(() if said is None else (said,), ("moe_router_pre_softmax",), args, config)
 
 
-@dataclass(frozen=True, slots=True)
-class SigmoidWeights(Field):
-    """The weights of experts that a sigmoid chose: Megatron makes several add up to 1, and leaves a single one as it is.
-
-    Source: megatron-core 0.16.1, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``).
-    """
-
-    names = ("norm_topk_prob",)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """Nothing.
-
-        Raises:
-            Unsupported: Several are left as they are, or a single one is made 1.
-        """
-        said, chosen = bool(config.get("norm_topk_prob", True)), config.get("num_experts_per_tok")
-        if isinstance(chosen, int) and said != (chosen > 1):
-            does = "makes several weights add up to 1" if chosen > 1 else "leaves the weight of a single one as it is"
-            raise Unsupported(
-                f"config.json: norm_topk_prob {said} with {chosen} experts chosen by a sigmoid; Megatron {does}"
-            )
-        return {}
-
-    def config(self, args: Values) -> dict[str, object]:
-        """What Megatron does."""
-        return {"norm_topk_prob": args.get("moe_router_topk", 2) != 1}
+def _by_sigmoid(config: Values) -> dict[str, object]:
+    said, chosen = bool(config.get("norm_topk_prob", True)), config.get("num_experts_per_tok")
+    if isinstance(chosen, int) and said != (chosen > 1):
+        does = "makes several weights add up to 1" if chosen > 1 else "leaves the weight of a single one as it is"
+        raise Unsupported(
+            f"config.json: norm_topk_prob {said} with {chosen} experts chosen by a sigmoid; Megatron {does}"
+        )
+    return {}
 
 
-@dataclass(frozen=True, slots=True)
-class OneNextLayer(Field):
-    """One layer of multi-token prediction at most, of which the tensors tell and ``config.json`` needs not."""
+SIGMOID_WEIGHTS = Field(
+    ("norm_topk_prob",), (), _by_sigmoid, lambda args: {"norm_topk_prob": args.get("moe_router_topk", 2) != 1}
+)
+"""The weights of experts that a sigmoid chose: Megatron makes several add up to 1, and leaves a single one as it is.
 
-    arguments = ("mtp_num_layers",)
-
-    def config(self, args: Values) -> dict[str, object]:
-        """Nothing.
-
-        Raises:
-            Unsupported: There are more.
-        """
-        if integer(args, "mtp_num_layers") > 1:
-            raise Unsupported(
-                f"args: mtp_num_layers is {args['mtp_num_layers']}, and the class has names for one layer"
-            )
-        return {}
+Source: megatron-core 0.16.1, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``).
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class ClampedGate(Field):
-    """GPT-OSS's feed-forward: ``(up + 1) * gate * sigmoid(1.702 * gate)``, both clamped before.
+def _one_next(args: Values) -> dict[str, object]:
+    if integer(args, "mtp_num_layers") > 1:
+        raise Unsupported(f"args: mtp_num_layers is {args['mtp_num_layers']}, and the class has names for one layer")
+    return {}
 
-    Sources: transformers 5.23.0, ``models/gpt_oss/modeling_gpt_oss.py`` (``GptOssExperts._apply_gate``); megatron-core 0.16.1
-    and 0.19.2, ``transformer/mlp.py``, ``fusions/fused_bias_geglu.py`` (``quick_gelu``).
-    """
 
-    names = ("swiglu_limit", "swiglu_alpha")
-    arguments = ("swiglu", "quick_geglu", "glu_linear_offset", _CLAMP)
+ONE_NEXT_LAYER = Field((), ("mtp_num_layers",), config=_one_next)
+"""One layer of multi-token prediction at most, of which the tensors tell and ``config.json`` needs not."""
 
-    def args(self, config: Values) -> dict[str, object]:
-        """``quick_geglu`` and its two numbers.
 
-        Raises:
-            Unsupported: The sigmoid is steeper or less steep than Megatron's.
-        """
-        if number(config, "swiglu_alpha", _ALPHA) != _ALPHA:
-            raise Unsupported(
-                f"config.json: swiglu_alpha {config['swiglu_alpha']}; Megatron's --quick-geglu has {_ALPHA}"
-            )
-        limit = number(config, "swiglu_limit", 7.0)
-        return {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, _CLAMP: limit}
+def _clamped_args(config: Values) -> dict[str, object]:
+    if number(config, "swiglu_alpha", _ALPHA) != _ALPHA:
+        raise Unsupported(f"config.json: swiglu_alpha {config['swiglu_alpha']}; Megatron's --quick-geglu has {_ALPHA}")
+    limit = number(config, "swiglu_limit", 7.0)
+    return {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0, _CLAMP: limit}
 
-    def config(self, args: Values) -> dict[str, object]:
-        """``swiglu_limit``.
 
-        Raises:
-            Unsupported: It is another kind of feed-forward, another offset, or has no limit.
-        """
-        if args.get("swiglu") or not args.get("quick_geglu"):
-            raise Unsupported("args: quick_geglu is off, and transformers computes as with it")
-        offset, limit = number(args, "glu_linear_offset", 0.0), args.get(_CLAMP)
-        if offset != 1.0:
-            raise Unsupported(f"args: glu_linear_offset is {offset}, and transformers computes as with 1.0")
-        if not isinstance(limit, int | float):
-            raise Unsupported(f"args: {_CLAMP} is {limit}, and transformers always clamps")
-        return {"swiglu_limit": float(limit)}
+def _clamped_config(args: Values) -> dict[str, object]:
+    if args.get("swiglu") or not args.get("quick_geglu"):
+        raise Unsupported("args: quick_geglu is off, and transformers computes as with it")
+    offset, limit = number(args, "glu_linear_offset", 0.0), args.get(_CLAMP)
+    if offset != 1.0:
+        raise Unsupported(f"args: glu_linear_offset is {offset}, and transformers computes as with 1.0")
+    if not isinstance(limit, int | float):
+        raise Unsupported(f"args: {_CLAMP} is {limit}, and transformers always clamps")
+    return {"swiglu_limit": float(limit)}
+
+
+CLAMPED_GATE = Field(
+    ("swiglu_limit", "swiglu_alpha"),
+    ("swiglu", "quick_geglu", "glu_linear_offset", _CLAMP),
+    _clamped_args,
+    _clamped_config,
+)
+"""GPT-OSS's feed-forward: ``(up + 1) * gate * sigmoid(1.702 * gate)``, both clamped before.
+
+Sources: transformers 5.23.0, ``models/gpt_oss/modeling_gpt_oss.py`` (``GptOssExperts._apply_gate``); megatron-core 0.16.1
+and 0.19.2, ``transformer/mlp.py``, ``fusions/fused_bias_geglu.py`` (``quick_gelu``).
+"""
 
 
 def doubt_about_groups(args: Values) -> str | None:

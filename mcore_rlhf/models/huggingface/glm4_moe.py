@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense, moe, mtp
-from .attention_fields import Heads, NoWindow
+from .attention_fields import GROUPED_HEADS, NO_WINDOW
 from .deepseek import DEEPSEEK_V3, SIGMOID_ROUTING
-from .expert_fields import FirstDense, SparseList
-from .fields import Same
-from .rotary_fields import Rotary
+from .expert_fields import FIRST_DENSE, SPARSE_LIST
+from .fields import same
+from .rotary_fields import rotary
 from .table import Architecture
 
 _LAYER = (
@@ -43,7 +43,14 @@ GLM4_MOE = Architecture(
         *moe.ROUTER_ORDER,
         *moe.shared_order("mlp.shared_experts"),
     ),
-    (*dense.COMMON, Heads(), Rotary(partial=True), NoWindow(), *SIGMOID_ROUTING, Same("use_qk_norm", "qk_layernorm")),
+    (
+        *dense.COMMON,
+        GROUPED_HEADS,
+        rotary(partial=True),
+        NO_WINDOW,
+        *SIGMOID_ROUTING,
+        same("use_qk_norm", "qk_layernorm"),
+    ),
     moe.PACKED,
     moe.NEEDS,
 )
@@ -52,5 +59,5 @@ GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     class_name="Glm4MoeLiteForCausalLM",
-    fields=tuple(SparseList() if isinstance(field, FirstDense) else field for field in DEEPSEEK_V3.fields),
+    fields=tuple(SPARSE_LIST if field is FIRST_DENSE else field for field in DEEPSEEK_V3.fields),
 )

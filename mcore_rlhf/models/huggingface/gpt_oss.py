@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense, moe
-from .attention_fields import Heads, Window, every_other
-from .expert_fields import ClampedGate, SoftmaxWeights
-from .fields import Always
-from .rotary_fields import Rotary
+from .attention_fields import GROUPED_HEADS, every_other, window
+from .expert_fields import CLAMPED_GATE, softmax_weights
+from .fields import always
+from .rotary_fields import rotary
 from .table import GROUPED, MIXTURE, SEQUENTIAL, Architecture, Arrangement, HfTensor, Row
 
 _LAYER, _HF = "decoder.layers.{i}.", "model.layers.{i}."
@@ -72,16 +72,16 @@ GPT_OSS = Architecture(
     (
         *dense.OF_ANY,
         dense.SILU,
-        Heads(),
-        Rotary(scaled=True),
-        Window(rule=every_other),
+        GROUPED_HEADS,
+        rotary(scaled=True),
+        window(rule=every_other),
         *moe.fields("num_local_experts", "num_experts", ffn="intermediate_size"),
-        ClampedGate(),
-        SoftmaxWeights(),
-        Always("layernorm_zero_centered_gamma", False),
-        Always("moe_router_score_function", "softmax"),
-        Always("qk_layernorm", False),
-        Always("softmax_type", "learnable"),
+        CLAMPED_GATE,
+        softmax_weights(),
+        always("layernorm_zero_centered_gamma", False),
+        always("moe_router_score_function", "softmax"),
+        always("qk_layernorm", False),
+        always("softmax_type", "learnable"),
     ),
     needs=moe.NEEDS,
 )

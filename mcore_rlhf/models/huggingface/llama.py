@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import dense
-from .attention_fields import NoWindow
-from .fields import Always
+from .attention_fields import NO_WINDOW
+from .fields import always
 from .table import Architecture
 
 LLAMA = Architecture(
@@ -23,5 +23,5 @@ LLAMA = Architecture(
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.FIELDS, NoWindow(), Always("qk_layernorm", False)),
+    (*dense.FIELDS, NO_WINDOW, always("qk_layernorm", False)),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import dense
-from .attention_fields import Window
-from .fields import Always
+from .attention_fields import window
+from .fields import always
 from .llama import LLAMA
 
 MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     class_name="MistralForCausalLM",
-    fields=(*dense.FIELDS, Window(), Always("qk_layernorm", False)),
+    fields=(*dense.FIELDS, window(), always("qk_layernorm", False)),
 )

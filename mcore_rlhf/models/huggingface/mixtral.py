@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from . import dense, moe
-from .attention_fields import Window
-from .expert_fields import SoftmaxWeights
-from .fields import Always
+from .attention_fields import window
+from .expert_fields import softmax_weights
+from .fields import always
 from .table import Architecture, Packed
 
 _MOE = "block_sparse_moe"
@@ -30,11 +30,11 @@ MIXTRAL = Architecture(
     dense.in_order(*dense.SELF_ATTENTION, f"model.layers.{{i}}.{_MOE}.gate.weight", *_EXPERTS),
     (
         *dense.FIELDS,
-        Window(),
+        window(),
         *moe.fields("num_local_experts", "num_experts", ffn="intermediate_size"),
-        Always("qk_layernorm", False),
-        SoftmaxWeights(),
-        Always("moe_router_score_function", "softmax"),
+        always("qk_layernorm", False),
+        softmax_weights(),
+        always("moe_router_score_function", "softmax"),
     ),
     (
         Packed("model.layers.{i}.mlp.gate.weight", (f"model.layers.{{i}}.{_MOE}.gate.weight",)),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rlhf.models.meaning.kinds import Field
+
 from . import dense
-from .fields import Field, Same
+from .fields import same
 from .table import GROUPED, MIXTURE, SEQUENTIAL, STACKED, Arrangement, HfTensor, Packed, Row
 
 _LAYER = "decoder.layers.{i}."
@@ -122,9 +124,9 @@ def fields(experts: str, *also: str, ffn: str = "moe_intermediate_size") -> tupl
         ffn: What it calls their width.
     """
     return (
-        Same(experts, "num_experts", also),
-        Same("num_experts_per_tok", "moe_router_topk"),
-        Same(ffn, "moe_ffn_hidden_size"),
+        same(experts, "num_experts", also),
+        same("num_experts_per_tok", "moe_router_topk"),
+        same(ffn, "moe_ffn_hidden_size"),
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import dense
-from .attention_fields import Window, last_layers
-from .fields import Always
+from .attention_fields import last_layers, window
+from .fields import always
 from .table import Architecture
 
 QWEN2 = Architecture(
@@ -21,5 +21,5 @@ QWEN2 = Architecture(
         *dense.HEADS,
     ),
     dense.ORDER,
-    (*dense.FIELDS, Window(switch=True, rule=last_layers), Always("qk_layernorm", False)),
+    (*dense.FIELDS, window(switch=True, rule=last_layers), always("qk_layernorm", False)),
 )

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mcore_rlhf.models.meaning.kinds import Field
+
 from . import dense, moe, mtp
-from .attention_fields import DeltaLayers, Heads, NoWindow
-from .expert_fields import DenseList, OneNextLayer, SoftmaxWeights
-from .fields import Always, Field, Same
-from .rotary_fields import Rotary
+from .attention_fields import DELTA_LAYERS, GROUPED_HEADS, NO_WINDOW
+from .expert_fields import DENSE_LIST, ONE_NEXT_LAYER, softmax_weights
+from .fields import always, same
+from .rotary_fields import rotary
 from .table import FULL, LINEAR, TRANSFORMER_ENGINE, Architecture, Arrangement, HfTensor, Row
 
 _ATTENTION, _HF = "decoder.layers.{i}.self_attention.", "model.layers.{i}.linear_attn."
@@ -107,18 +109,18 @@ def _fields(*more: Field) -> tuple[Field, ...]:
     return (
         *more,
         dense.SILU,
-        Always("swiglu", True),
-        Always("layernorm_zero_centered_gamma", True),
-        Heads(),
-        Rotary(partial=True),
-        NoWindow(),
-        DeltaLayers(),
-        *(Same(name, name) for name in (
+        always("swiglu", True),
+        always("layernorm_zero_centered_gamma", True),
+        GROUPED_HEADS,
+        rotary(partial=True),
+        NO_WINDOW,
+        DELTA_LAYERS,
+        *(same(name, name) for name in (
             "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
         )),
-        Always("attention_output_gate", True),
-        Always("qk_layernorm", True),
-        OneNextLayer(),
+        always("attention_output_gate", True),
+        always("qk_layernorm", True),
+        ONE_NEXT_LAYER,
     )  # fmt: skip
 
 
@@ -126,9 +128,9 @@ def _experts(*more: Field) -> tuple[Field, ...]:
     return (
         *moe.fields("num_experts", "num_local_experts"),
         *more,
-        Always("moe_router_score_function", "softmax"),
-        Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-        Always("moe_shared_expert_gate", True),
+        always("moe_router_score_function", "softmax"),
+        same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        always("moe_shared_expert_gate", True),
     )
 
 
@@ -137,7 +139,7 @@ QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
     _rows(_IN_TWO, *moe.DENSE_MLP, *_FEED_FORWARD),
     _order(("in_proj_qkvz", "in_proj_ba", "norm", "out_proj"), *dense.MLP, *_EXPERTS_ORDER),
-    _fields(*dense.OF_ANY, *_experts(SoftmaxWeights("norm_topk_prob"), DenseList())),
+    _fields(*dense.OF_ANY, *_experts(softmax_weights("norm_topk_prob"), DENSE_LIST)),
     mtp.packed_beside(moe.PACKED),
     moe.NEEDS,
     TRANSFORMER_ENGINE,
@@ -156,7 +158,7 @@ QWEN3_5_MOE = Architecture(
     "Qwen3_5MoeForCausalLM",
     _rows(_IN_FOUR, *_FEED_FORWARD),
     _order(_QWEN3_5_ORDER, *_EXPERTS_ORDER),
-    _fields(*dense.MIXTURES_ALONE, *_experts(SoftmaxWeights())),
+    _fields(*dense.MIXTURES_ALONE, *_experts(softmax_weights())),
     mtp.packed_beside(moe.PACKED),
     moe.NEEDS,
     TRANSFORMER_ENGINE,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from . import dense, moe
-from .attention_fields import Window, every_other_layer
-from .expert_fields import DenseList, SoftmaxWeights
-from .fields import Always, Same
+from .attention_fields import every_other_layer, window
+from .expert_fields import DENSE_LIST, softmax_weights
+from .fields import always, same
 from .table import Architecture
 
 _ROUTING = (
-    SoftmaxWeights("norm_topk_prob"),
-    Always("moe_router_score_function", "softmax"),
-    DenseList(),
+    softmax_weights("norm_topk_prob"),
+    always("moe_router_score_function", "softmax"),
+    DENSE_LIST,
 )
 
 QWEN2_MOE = Architecture(
@@ -39,12 +39,12 @@ QWEN2_MOE = Architecture(
     ),
     (
         *dense.FIELDS,
-        Window(switch=True, rule=every_other_layer),
+        window(switch=True, rule=every_other_layer),
         *moe.fields("num_experts", "num_local_experts"),
         *_ROUTING,
-        Same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-        Always("moe_shared_expert_gate", True),
-        Always("qk_layernorm", False),
+        same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        always("moe_shared_expert_gate", True),
+        always("qk_layernorm", False),
     ),
     moe.PACKED,
     moe.NEEDS,
@@ -68,10 +68,10 @@ QWEN3_MOE = Architecture(
     dense.in_order(*dense.SELF_ATTENTION, *dense.QK_NORMS, *dense.MLP, *moe.EXPERT_ORDER, *moe.ROUTER_ORDER),
     (
         *dense.FIELDS,
-        Window(switch=True),
+        window(switch=True),
         *moe.fields("num_experts", "num_local_experts"),
         *_ROUTING,
-        Always("qk_layernorm", True),
+        always("qk_layernorm", True),
     ),
     moe.PACKED,
     moe.NEEDS,

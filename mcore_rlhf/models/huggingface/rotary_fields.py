@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import Problems, Unsupported
+from mcore_rlhf.models.meaning.kinds import Field, Values
 
-from .fields import Field, Values, integer, number
+from .fields import integer, number
 
 _LLAMA3: dict[str, object] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
@@ -28,6 +29,10 @@ ROPE_NAMES = ("rope_theta", "rope_parameters", "rope_scaling", "rope_type")
 _YARN_ARGS = (
     "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale",
     "yarn_mscale_all_dim", "yarn_correction_range_round_to_int", "rotary_scaling_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
+_ROTARY = (
+    "rotary_base", "rotary_percent", "position_embedding_type", "use_rope_scaling", "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor", *_YARN_ARGS,
 )  # fmt: skip
 _SINES = "yarn_rotary_scaling_factor"
 _OUTSIDE = ("rope_theta", "partial_rotary_factor", "max_position_embeddings")
@@ -112,75 +117,58 @@ def _mscale_for(wanted: float, factor: float) -> float:
     return (wanted - 1.0) / (0.1 * math.log(factor))
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary(Field):
+def _rotary_args(config: Values, partial: bool) -> dict[str, object]:
+    rope = rope_of(config)
+    kind, percent = rope_type(rope), number(rope, "partial_rotary_factor", 1.0) if partial else 1.0
+    said: dict[str, object] = {
+        "rotary_base": _base(rope), "rotary_percent": percent, "use_rope_scaling": kind == "llama3",
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
+    }  # fmt: skip
+    if kind == "llama3":
+        _check_llama3(rope)
+        said["rope_scaling_factor"] = number(rope, "factor", 8.0)
+    elif kind == "linear":
+        said["rotary_seq_len_interpolation_factor"] = _whole(rope, "factor", "--rotary-seq-len-interpolation-factor")
+    elif kind == "yarn":
+        said.update(_yarn_args(rope, percent))
+    elif kind != "default":
+        raise Unsupported(
+            f"config.json: rotary embeddings of type {kind} are not supported; Megatron's GPT knows the types default, "
+            "llama3, linear and yarn"
+        )
+    return said
+
+
+def _rotary_config(args: Values, partial: bool, scaled: bool) -> dict[str, object]:
+    config: dict[str, object] = {"rope_theta": float(number(args, "rotary_base", 10000))}
+    percent = number(args, "rotary_percent", 1.0)
+    if partial:
+        config["partial_rotary_factor"] = percent
+    elif percent != 1.0:
+        raise Unsupported(f"args: rotary_percent is {percent}, and transformers rotates whole heads")
+    scalings = _scalings(args)
+    if len(scalings) > 1:
+        raise Unsupported(f"args: {' and '.join(scalings)} at once; config.json has one type of rotary positions")
+    for scaling in scalings.values() or ([{"rope_type": "default"}] if scaled else []):
+        config["rope_scaling"] = scaling
+    return config
+
+
+def rotary(*, partial: bool = False, scaled: bool = False) -> Field:
     """Rotary positions: their base, the part of a head that has them, and how they are scaled.
+
+    ``config.json`` gets ``rope_theta`` and ``rope_scaling``, which transformers before and since version 5 reads.
 
     Args:
         partial: Whether the class looks at ``partial_rotary_factor``.
         scaled: Whether the class scales positions unless its ``config.json`` says that it does not.
     """
-
-    partial: bool = False
-    scaled: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return (*ROPE_NAMES, *(["partial_rotary_factor"] if self.partial else []))
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        scaling = ("use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor")
-        return ("rotary_base", "rotary_percent", "position_embedding_type", *scaling, *_YARN_ARGS)
-
-    def args(self, config: Values) -> dict[str, object]:
-        """Megatron's arguments.
-
-        Raises:
-            Unsupported: It is a scaling that Megatron does not have.
-        """
-        rope = rope_of(config)
-        kind, percent = rope_type(rope), number(rope, "partial_rotary_factor", 1.0) if self.partial else 1.0
-        said: dict[str, object] = {
-            "rotary_base": _base(rope), "rotary_percent": percent, "use_rope_scaling": kind == "llama3",
-            "position_embedding_type": "yarn" if kind == "yarn" else "rope",
-        }  # fmt: skip
-        if kind == "llama3":
-            _check_llama3(rope)
-            said["rope_scaling_factor"] = number(rope, "factor", 8.0)
-        elif kind == "linear":
-            said["rotary_seq_len_interpolation_factor"] = _whole(
-                rope, "factor", "--rotary-seq-len-interpolation-factor"
-            )
-        elif kind == "yarn":
-            said.update(_yarn_args(rope, percent))
-        elif kind != "default":
-            raise Unsupported(
-                f"config.json: rotary embeddings of type {kind} are not supported; Megatron's GPT knows the types default, "
-                "llama3, linear and yarn"
-            )
-        return said
-
-    def config(self, args: Values) -> dict[str, object]:
-        """``rope_theta`` and ``rope_scaling``, which transformers before and since version 5 reads.
-
-        Raises:
-            Unsupported: The class has no such positions.
-        """
-        config: dict[str, object] = {"rope_theta": float(number(args, "rotary_base", 10000))}
-        percent = number(args, "rotary_percent", 1.0)
-        if self.partial:
-            config["partial_rotary_factor"] = percent
-        elif percent != 1.0:
-            raise Unsupported(f"args: rotary_percent is {percent}, and transformers rotates whole heads")
-        scalings = _scalings(args)
-        if len(scalings) > 1:
-            raise Unsupported(f"args: {' and '.join(scalings)} at once; config.json has one type of rotary positions")
-        for scaling in scalings.values() or ([{"rope_type": "default"}] if self.scaled else []):
-            config["rope_scaling"] = scaling
-        return config
+    return Field(
+        (*ROPE_NAMES, *(["partial_rotary_factor"] if partial else [])),
+        _ROTARY,
+        lambda config: _rotary_args(config, partial),
+        lambda args: _rotary_config(args, partial, scaled),
+    )
 
 
 def _scalings(args: Values) -> dict[str, dict[str, object]]:
@@ -238,75 +226,67 @@ def _yarn_of(args: Values) -> Yarn:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class LatentRotary(Field):
-    """Rotary positions of latent attention, of which Megatron also knows YaRN. It always takes pairs apart.
+_LATENT_ROTARY = (
+    "rotary_base", "rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+
+
+def _latent_args(config: Values, interleaved: bool) -> dict[str, object]:
+    rope = rope_of(config)
+    kind = rope_type(rope)
+    if kind not in ("default", "yarn"):
+        raise Unsupported(f"config.json: rotary embeddings of type {kind} are not supported with latent attention")
+    if interleaved and config.get("rope_interleave", True) is False:
+        raise Unsupported(
+            "config.json: rope_interleave is false; Megatron's latent attention takes pairs that lie side by side"
+        )
+    said: dict[str, object] = {"rotary_base": _base(rope), "rotary_percent": 1.0}
+    if kind == "default":
+        return {**said, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    yarn = Yarn.of_rope(rope)
+    if not yarn.truncated:
+        raise Unsupported("config.json: truncate is false; Megatron's latent attention rounds YaRN's bounds")
+    return {
+        **said, "rope_type": "yarn", "rotary_scaling_factor": yarn.factor, "beta_fast": yarn.fast, "beta_slow": yarn.slow,
+        "original_max_position_embeddings": yarn.original, "mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all,
+    }  # fmt: skip
+
+
+def _latent_config(args: Values, interleaved: bool) -> dict[str, object]:
+    config: dict[str, object] = {"rope_theta": float(number(args, "rotary_base", 10000))}
+    if interleaved:
+        config["rope_interleave"] = True
+    # A stored run has the argument's default of 1; without one, the configuration's own default counts.
+    factor, every = number(args, "rotary_scaling_factor", 40.0), number(args, "mscale_all_dim", 0.0)
+    if (args.get("rope_type") or "yarn") == "yarn":
+        yarn = Yarn(
+            factor, int(number(args, "original_max_position_embeddings", 4096)), number(args, "beta_fast", 32.0),
+            number(args, "beta_slow", 1.0), number(args, "mscale", 1.0), every,
+        )  # fmt: skip
+        return config if factor == 1.0 else {**config, "rope_scaling": yarn.rope()}
+    if number(args, "rotary_percent", 1.0) != 1.0:
+        raise Unsupported(f"args: rotary_percent is {args['rotary_percent']}, and transformers rotates whole heads")
+    if _get_mscale(factor, every) != 1.0:
+        raise Unsupported(
+            f"args: mscale_all_dim {every} with rotary_scaling_factor {factor} scales attention though rope_type is rope"
+        )
+    return config
+
+
+def latent_rotary(*, interleaved: bool = False) -> Field:
+    """Rotary positions of latent attention, of which Megatron also knows YaRN, as it has it unless told otherwise. It always takes pairs
+    apart. Without YaRN its own defaults, which suit DeepSeek-V3's, would scale.
 
     Args:
         interleaved: Whether ``config.json`` can say that pairs lie side by side.
     """
-
-    interleaved: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        return (*ROPE_NAMES, *(["rope_interleave"] if self.interleaved else []))
-
-    arguments = (
-        "rotary_base", "rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings",
-        "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-    )  # fmt: skip
-
-    def args(self, config: Values) -> dict[str, object]:
-        """Megatron's arguments; without YaRN its own defaults, which suit DeepSeek-V3's, would scale.
-
-        Raises:
-            Unsupported: Megatron has no such positions.
-        """
-        rope = rope_of(config)
-        kind = rope_type(rope)
-        if kind not in ("default", "yarn"):
-            raise Unsupported(f"config.json: rotary embeddings of type {kind} are not supported with latent attention")
-        if self.interleaved and config.get("rope_interleave", True) is False:
-            raise Unsupported(
-                "config.json: rope_interleave is false; Megatron's latent attention takes pairs that lie side by side"
-            )
-        said: dict[str, object] = {"rotary_base": _base(rope), "rotary_percent": 1.0}
-        if kind == "default":
-            return {**said, "rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-        yarn = Yarn.of_rope(rope)
-        if not yarn.truncated:
-            raise Unsupported("config.json: truncate is false; Megatron's latent attention rounds YaRN's bounds")
-        return {
-            **said, "rope_type": "yarn", "rotary_scaling_factor": yarn.factor, "beta_fast": yarn.fast, "beta_slow": yarn.slow,
-            "original_max_position_embeddings": yarn.original, "mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all,
-        }  # fmt: skip
-
-    def config(self, args: Values) -> dict[str, object]:
-        """``rope_theta``, and ``rope_scaling`` where Megatron's ``rope_type`` is ``yarn``, as it is unless told otherwise.
-
-        Raises:
-            Unsupported: Attention is scaled and positions are not.
-        """
-        config: dict[str, object] = {"rope_theta": float(number(args, "rotary_base", 10000))}
-        if self.interleaved:
-            config["rope_interleave"] = True
-        # A stored run has the argument's default of 1; without one, the configuration's own default counts.
-        factor, every = number(args, "rotary_scaling_factor", 40.0), number(args, "mscale_all_dim", 0.0)
-        if (args.get("rope_type") or "yarn") == "yarn":
-            yarn = Yarn(
-                factor, int(number(args, "original_max_position_embeddings", 4096)), number(args, "beta_fast", 32.0),
-                number(args, "beta_slow", 1.0), number(args, "mscale", 1.0), every,
-            )  # fmt: skip
-            return config if factor == 1.0 else {**config, "rope_scaling": yarn.rope()}
-        if number(args, "rotary_percent", 1.0) != 1.0:
-            raise Unsupported(f"args: rotary_percent is {args['rotary_percent']}, and transformers rotates whole heads")
-        if _get_mscale(factor, every) != 1.0:
-            raise Unsupported(
-                f"args: mscale_all_dim {every} with rotary_scaling_factor {factor} scales attention though rope_type is rope"
-            )
-        return config
+    return Field(
+        (*ROPE_NAMES, *(["rope_interleave"] if interleaved else [])),
+        _LATENT_ROTARY,
+        lambda config: _latent_args(config, interleaved),
+        lambda args: _latent_config(args, interleaved),
+    )
 
 
 def rope_of(config: Values) -> Values:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import dense
-from .attention_fields import NoWindow
-from .fields import Always, Only
+from .attention_fields import NO_WINDOW
+from .fields import always, only
 from .table import Architecture
 
 SEED_OSS = Architecture(
@@ -27,8 +27,8 @@ SEED_OSS = Architecture(
     dense.ORDER,  # model.parameters()
     (  # config.json and args
         *dense.FIELDS,
-        NoWindow(),
-        Always("qk_layernorm", False),
-        Only("attention_out_bias", False, "Megatron's --add-bias-linear gives the feed-forward biases as well"),
+        NO_WINDOW,
+        always("qk_layernorm", False),
+        only("attention_out_bias", False, "Megatron's --add-bias-linear gives the feed-forward biases as well"),
     ),
 )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mcore_rlhf.core.catalog import Shape
-
-from .fields import Field
+from mcore_rlhf.models.meaning.kinds import Field
 
 LOCAL = "local"
 TRANSFORMER_ENGINE = "transformer_engine"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,6 +53,27 @@ class Row:
 
     def _changes_nothing(self, value: object) -> bool:
         return any(equal(value, neutral) for neutral in self.neutral)
+
+
+def _nothing(_: Values) -> dict[str, object]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A row of an architecture's table: one relation between the two descriptions of a model, which reads both ways.
+
+    Args:
+        names: Fields of ``config.json`` that it speaks of.
+        arguments: Megatron's arguments that it speaks of.
+        args: Megatron's arguments that a ``config.json`` says; raises Unsupported where Megatron cannot compute what it asks for.
+        config: What ``config.json`` has of Megatron's arguments; raises Unsupported where it has no words for it.
+    """
+
+    names: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    args: Callable[[Values], dict[str, object]] = _nothing
+    config: Callable[[Values], dict[str, object]] = _nothing
 
 
 @dataclass(frozen=True, slots=True)

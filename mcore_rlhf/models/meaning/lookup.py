@@ -7,11 +7,10 @@ folders have of it; deepseek-ai/DeepSeek-V3 and moonshotai/Kimi-K2-Instruct, ``c
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from . import arguments, declared
 from .arguments import OTHER_ARGUMENTS
-from .kinds import Kind, Meaning, Values, by_name, equal
+from .kinds import Field, Kind, Meaning, Values, by_name, equal
 
 _TRAINING = """
 aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop residual_dropout
@@ -46,21 +45,7 @@ _OF_TENSORS = {
 """The fields of ``config.json`` that say what an argument says of tensors' shapes."""
 
 
-class Relation(Protocol):
-    """One relation between the two descriptions of a model: a field of an architecture's table."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Fields of ``config.json``."""
-        ...
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Megatron's arguments."""
-        ...
-
-
-def of_arguments(args: Values, relations: Sequence[Relation]) -> dict[str, Meaning]:
+def of_arguments(args: Values, relations: Sequence[Field]) -> dict[str, Meaning]:
     """What each of Megatron's arguments means for an architecture of Hugging Face.
 
     Args:
@@ -71,7 +56,7 @@ def of_arguments(args: Values, relations: Sequence[Relation]) -> dict[str, Meani
     return {name: _of_argument(name, fields) for name in args}
 
 
-def _by_argument(relations: Sequence[Relation]) -> dict[str, dict[str, None]]:
+def _by_argument(relations: Sequence[Field]) -> dict[str, dict[str, None]]:
     """The fields of ``config.json``, in order, by argument: a model is held against every architecture, with 600 arguments."""
     fields: dict[str, dict[str, None]] = {}
     for relation in relations:
@@ -93,7 +78,7 @@ def _of_argument(name: str, fields: Mapping[str, Iterable[str]]) -> Meaning:
     return Meaning(name, kind, target, default)
 
 
-def of_config(config: Values, model_type: str, relations: Sequence[Relation]) -> dict[str, Meaning]:
+def of_config(config: Values, model_type: str, relations: Sequence[Field]) -> dict[str, Meaning]:
     """What each field of a ``config.json`` means for Megatron.
 
     Args:
@@ -104,7 +89,7 @@ def of_config(config: Values, model_type: str, relations: Sequence[Relation]) ->
     return {name: _of_field(name, model_type, relations) for name in config}
 
 
-def _of_field(name: str, model_type: str, relations: Sequence[Relation]) -> Meaning:
+def _of_field(name: str, model_type: str, relations: Sequence[Field]) -> Meaning:
     default = declared.config_fields(model_type).get(name, declared.common_fields().get(name))
     related = [relation for relation in relations if name in relation.names]
     target = tuple(dict.fromkeys(argument for relation in related for argument in relation.arguments))
@@ -124,7 +109,7 @@ def _kind_of(target: tuple[str, ...]) -> Kind:
     return kinds.pop() if len(kinds) == 1 else Kind.COMPUTES
 
 
-def inexpressible_arguments(args: Values, relations: Sequence[Relation]) -> Iterator[str]:
+def inexpressible_arguments(args: Values, relations: Sequence[Field]) -> Iterator[str]:
     """Arguments that change what the model computes, and of which the architecture has no word.
 
     Args:
@@ -143,7 +128,7 @@ def inexpressible_arguments(args: Values, relations: Sequence[Relation]) -> Iter
             yield name
 
 
-def inexpressible_fields(config: Values, model_type: str, relations: Sequence[Relation]) -> Iterator[str]:
+def inexpressible_fields(config: Values, model_type: str, relations: Sequence[Field]) -> Iterator[str]:
     """Fields that the class declares, of which nobody has said what they are to Megatron, and that are not the default.
 
     Args:
