@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Inventory, Report
-from mcore_rlhf.core.catalog import Record
+from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Names, Source
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.record_file import Container
+from mcore_rlhf.storage.stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,48 @@ class FileLayout:
     holds: Chunks
     records: Sequence[Record]
     container: Container
+
+    @classmethod
+    def of_tree(cls, tree: object) -> FileLayout:
+        """A ``.pt`` file without tensors of the catalogue."""
+        return cls(Chunks(), (), Pt.of(tree))
+
+
+@dataclass(slots=True)
+class PtLayout:
+    """A ``.pt`` file on its way: its records, and the parts of tensors that lie in them.
+
+    Args:
+        path: Relative to the target's root.
+    """
+
+    path: str
+    records: list[Record] = field(default_factory=list)
+    entries: list[TensorEntry] = field(default_factory=list)
+
+    def record(self, dtype: DType, numel: int) -> Record:
+        """A further record."""
+        self.records.append(Record(self.path, f"data/{len(self.records)}", dtype, numel, 0))
+        return self.records[-1]
+
+    def add(self, name: TensorName, shape: Shape, dtype: DType, box: Box | None = None) -> StoredTensor:
+        """A tensor in a further record of its own.
+
+        Args:
+            name: The logical tensor.
+            shape: Its global shape.
+            dtype: Of its elements here.
+            box: The part of it that lies here; None for all of it.
+        """
+        box = box or Box.whole(shape)
+        record = self.record(dtype, box.numel)
+        if box.numel or box.shape == shape:
+            self.entries.append(TensorEntry(name, shape, dtype, (Chunk(box, record, 0, row_major(box.shape)),)))
+        return StoredTensor.whole(record, box.shape)
+
+    def layout(self, tree: object) -> FileLayout:
+        """The file, with what stands around its tensors."""
+        return FileLayout(Chunks.of(self.entries), self.records, Pt.of(tree))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Reason, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
@@ -26,7 +25,7 @@ from mcore_rlhf.families.trainer_files import ROWS, RunFiles, of_ranks, rng_item
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer, reason_of_name
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
-from mcore_rlhf.storage.pt import Pt, read_pt
+from mcore_rlhf.storage.pt import read_pt
 
 from .base import FileLayout, Format, Target, TargetFile
 
@@ -247,11 +246,7 @@ def _beside_the_new_tag(source: Source, target: Target, wanted: Format) -> None:
         text = f"random states of {of_ranks(len(of_each))}: the tag becomes one of {of_ranks(world)}, which begin with new ones"
         target.report.add(Fate.LOST, text, *of_each)
     target.report.through([_BESIDE_NEW], list(trees))
-    target.files += tuple(TargetFile(name, partial(_small, tree)) for name, tree in trees.items())
-
-
-def _small(tree: object) -> FileLayout:
-    return FileLayout(Chunks(), [], Pt.of(tree))
+    target.files += tuple(TargetFile(name, partial(FileLayout.of_tree, tree)) for name, tree in trees.items())
 
 
 def _place(source: Source, target: Target, wanted: Format, step: str) -> PurePosixPath:

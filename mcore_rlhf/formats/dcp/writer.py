@@ -15,7 +15,6 @@ from mcore_rlhf.core.catalog import (
     Box,
     Chunk,
     DType,
-    Record,
     Shape,
     TensorEntry,
     TensorName,
@@ -30,13 +29,12 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.fsdp import cut
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
-from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .content import Choices, Constant, Content, Part, Planned, choose, for_run, fused_of, rest_of
@@ -170,18 +168,14 @@ class _DcpTarget:
     def _weights_layout(self) -> FileLayout:
         """RLinf's plain weights: names and tensors, tied ones stored once."""
         tree: dict[str, StoredTensor] = {}
-        holds: list[TensorEntry] = []
+        file = PtLayout(FULL_WEIGHTS)
         for part in self.content.model():
             owner = self.module.shared.get(part.name.param)
             if owner in tree:
                 tree[part.name.param] = tree[owner]
                 continue
-            numel = Box.whole(part.shape).numel
-            record = Record(FULL_WEIGHTS, f"data/{len(holds)}", part.dtype, numel, 0)
-            tree[part.name.param] = StoredTensor.whole(record, part.shape)
-            chunk = Chunk.whole(record, part.shape)
-            holds.append(TensorEntry(part.name, part.shape, part.dtype, (chunk,)))
-        return FileLayout(Chunks.of(holds), [chunk.record for entry in holds for chunk in entry.chunks], Pt.of(tree))
+            tree[part.name.param] = file.add(part.name, part.shape, part.dtype)
+        return file.layout(tree)
 
 
 def _below(folder: str, name: str) -> str:

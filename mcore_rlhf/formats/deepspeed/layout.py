@@ -12,8 +12,6 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
     DType,
-    Record,
-    Shape,
     TensorEntry,
     TensorName,
     dtype_of,
@@ -24,6 +22,7 @@ from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.families.universal_info import INFO
+from mcore_rlhf.formats.base import PtLayout
 from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
@@ -355,22 +354,18 @@ class TagLayout:
 
 
 @dataclass(slots=True)
-class NewFile:
-    """One file of a new tag: its records, and the parts of tensors that lie in them.
+class NewFile(PtLayout):
+    """One file of a new tag.
 
     Args:
-        path: Relative to the root.
         tag: The tag.
     """
 
-    path: str
-    tag: TagLayout
-    records: list[Record] = field(default_factory=list)
-    holds: list[TensorEntry] = field(default_factory=list)
+    tag: TagLayout = field(kw_only=True)
 
     def whole(self, param: LocalParam, state: str, dtype: DType) -> StoredTensor:
         """A local tensor in one piece."""
-        stored = self._tensor(dtype, param.layout.shape)
+        stored = StoredTensor.whole(self.record(dtype, param.numel), param.layout.shape)
         self._hold(param, state, stored)
         return stored
 
@@ -388,7 +383,7 @@ class NewFile:
             length, indices = geometry.length_of(rank), geometry.held(rank)
         else:
             length, indices = geometry.length() - (geometry.padding(rank) if lean else 0), geometry.indices(rank)
-        stored = self._tensor(self.tag.state_dtype(state), (length,))
+        stored = self._flat(self.tag.state_dtype(state), length)
         for index in indices:
             param = group.params[index]
             if self.tag.has(param.spec, state):
@@ -398,19 +393,17 @@ class NewFile:
     def frozen_slice(self, param: LocalParam, rank: int) -> StoredTensor:
         """A rank's slice of a frozen parameter in stage 3, padded with zeros."""
         geometry = SlicedGroup((param.numel,), self.tag.zero.dp)
-        stored = self._tensor(param.spec.dtype, (geometry.length(),))
+        stored = self._flat(param.spec.dtype, geometry.length())
         self._hold(param, PARAM, Partitioned(geometry, 0, {rank: stored}))
         return stored
 
-    def _tensor(self, dtype: DType, shape: Shape) -> StoredTensor:
-        """A tensor in a further record of its own."""
-        record = Record(self.path, f"data/{len(self.records)}", dtype, prod(shape), 0)
-        self.records.append(record)
-        return StoredTensor.whole(record, shape)
+    def _flat(self, dtype: DType, numel: int) -> StoredTensor:
+        """A flat tensor in a further record of its own."""
+        return StoredTensor.whole(self.record(dtype, numel), (numel,))
 
     def _hold(self, param: LocalParam, state: str, stored: StoredTensor | Partitioned) -> None:
         """Say that a part of a tensor lies in this file."""
         chunks = tuple(chunks_of(stored, param.layout))
         if chunks:
             name = TensorName(self.tag.source.role, param.spec.name, state)
-            self.holds.append(TensorEntry(name, param.spec.global_shape, chunks[0].record.dtype, chunks))
+            self.entries.append(TensorEntry(name, param.spec.global_shape, chunks[0].record.dtype, chunks))

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, TensorName
-from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import ANY, Fate, Inventory, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
@@ -37,7 +36,7 @@ from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.pt import Pt, StoredTensor
+from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.stored import new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
@@ -162,9 +161,8 @@ def _file(tag: TagLayout, name: str, content: _Content) -> TargetFile:
 
 
 def _lay_out(tag: TagLayout, path: str, make: _Content) -> FileLayout:
-    file = NewFile(path, tag)
-    content = make(file)  # which also notes the records
-    return FileLayout(Chunks.of(file.holds), file.records, Pt.of(content))
+    file = NewFile(path, tag=tag)
+    return file.layout(make(file))  # which also notes the records
 
 
 def _kind(tag: TagLayout) -> Values | None:

@@ -16,14 +16,11 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
     Box,
-    Chunk,
     DType,
-    Record,
     Shape,
     TensorEntry,
     TensorName,
     dtype_of,
-    row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
@@ -36,12 +33,11 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source
-from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.sharded import dtensor
-from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
@@ -315,7 +311,7 @@ class _Ranks:
 
     def _model(self, rank: int, path: str) -> FileLayout:
         """A rank's part of the state dict; what is tied is stored once."""
-        file, tree = _File(path), cast(OrderedDict[str, Any], OrderedDict())
+        file, tree = PtLayout(path), cast(OrderedDict[str, Any], OrderedDict())
         mesh = self.manner.mesh(self.world, rank)
         for name in self._names():
             owner = self.module.shared.get(name)
@@ -335,7 +331,7 @@ class _Ranks:
 
     def _numbered(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP2's optimizer: states by the parameters' numbers, cut as they are."""
-        file, state, mesh = _File(path), dict[int | str, Any](), self.manner.mesh(self.world, rank)
+        file, state, mesh = PtLayout(path), dict[int | str, Any](), self.manner.mesh(self.world, rank)
         for key, name in self._keyed():
             held: dict[str, Any] = {}
             for entry in self._states(name):
@@ -362,7 +358,7 @@ class _Ranks:
 
     def _flat(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP1's optimizer: a piece of each of its flat parameters."""
-        file, state, units = _File(path), dict[int, Any](), self._units()
+        file, state, units = PtLayout(path), dict[int, Any](), self._units()
         for number, unit in enumerate(units):
             entries = {name: {entry.name.state: entry for entry in self._states(name)} for name in unit.shapes}
             first = next(iter(entries))
@@ -373,7 +369,7 @@ class _Ranks:
             held = {}
             for kind, entry in entries[first].items():
                 of = [(entries[name][kind].name, shape) for name, shape in unit.shapes.items()]
-                held[kind] = file.flat(of, entry.dtype, unit, self.world, rank)
+                held[kind] = _flattened(file, of, entry.dtype, unit, self.world, rank)
             state[number] = {**self._scalars(first), **held}
         return file.layout(self._optimizer(state, [len(units)]))
 
@@ -422,46 +418,19 @@ class _Ranks:
         return next((own_scalars(group) for group in self.source.state.groups if name in group.params), {})
 
 
-@dataclass(slots=True)
-class _File:
-    """A file on its way: what it holds, record by record."""
-
-    path: str
-    entries: list[TensorEntry]
-    records: list[Record]
-
-    def __init__(self, path: str) -> None:
-        self.path, self.entries, self.records = path, [], []
-
-    def _record(self, dtype: DType, numel: int) -> Record:
-        record = Record(self.path, f"data/{len(self.records)}", dtype, numel, 0)
-        self.records.append(record)
-        return record
-
-    def add(self, name: TensorName, shape: Shape, dtype: DType, box: Box) -> StoredTensor:
-        """A part of a tensor."""
-        record = self._record(dtype, box.numel)
-        if box.numel or box.shape == shape:
-            self.entries.append(TensorEntry(name, shape, dtype, (Chunk(box, record, 0, row_major(box.shape)),)))
-        return StoredTensor.whole(record, box.shape)
-
-    def flat(
-        self, of: Sequence[tuple[TensorName, Shape]], dtype: DType, unit: Unit, world: int, rank: int
-    ) -> StoredTensor:
-        """A piece of several tensors, one behind the other."""
-        record = self._record(dtype, unit.piece(world))
-        placed = ((name, shape, tuple(unit.chunks(name.param, world, rank, record))) for name, shape in of)
-        self.entries += [TensorEntry(name, shape, dtype, chunks) for name, shape, chunks in placed if chunks]
-        return StoredTensor.whole(record, (record.numel,))
-
-    def layout(self, tree: Any) -> FileLayout:
-        """The file."""
-        return FileLayout(Chunks.of(self.entries), self.records, Pt.of(tree))
+def _flattened(
+    file: PtLayout, of: Sequence[tuple[TensorName, Shape]], dtype: DType, unit: Unit, world: int, rank: int
+) -> StoredTensor:
+    """A piece of several tensors, one behind the other."""
+    record = file.record(dtype, unit.piece(world))
+    placed = ((name, shape, tuple(unit.chunks(name.param, world, rank, record))) for name, shape in of)
+    file.entries += [TensorEntry(name, shape, dtype, chunks) for name, shape, chunks in placed if chunks]
+    return StoredTensor.whole(record, (record.numel,))
 
 
 def _small(tree: object, path: str) -> FileLayout:
     del path
-    return FileLayout(Chunks.of(()), [], Pt.of(tree))
+    return FileLayout.of_tree(tree)
 
 
 def part(shape: Shape, dim: int, world: int, rank: int) -> Box:

@@ -13,13 +13,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.catalog import MASTER, Chunk, Record, TensorEntry, TensorName
-from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
@@ -35,10 +33,8 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.families.trainer_files import RunFiles, of_ranks, rng_item
-from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.storage.pt import Pt
-from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import ALIKE, COUNTERS, SCALER, HfRunState
 from .files import STEP as GLOBAL_STEP
@@ -169,7 +165,7 @@ class _RunTarget:
         )
 
     def _put(self, file: str, tree: object) -> None:
-        self.small.append(TargetFile(file, lambda: FileLayout(Chunks(), [], Pt.of(tree))))
+        self.small.append(TargetFile(file, partial(FileLayout.of_tree, tree)))
 
     def _dealt(self, report: Report) -> tuple[ParamGroup, ...]:
         if not self.optimizer or self.sharded:
@@ -180,7 +176,7 @@ class _RunTarget:
     def _layout(self, groups: Sequence[ParamGroup]) -> FileLayout:
         """The optimizer's file: states by number, in the order of the groups."""
         numbers = {name: number for number, name in enumerate(name for group in groups for name in group.params)}
-        entries: list[TensorEntry] = []
+        file = PtLayout(self.files.optimizer)
         states: dict[int, dict[str, object]] = {}
         scalars = self._scalars()
         for name, number in numbers.items():
@@ -188,21 +184,11 @@ class _RunTarget:
             for state in (state for state in self.source.states if state != MASTER):
                 entry = self.source.catalog.get(TensorName(self.source.role, name, state))
                 if entry is not None:
-                    record = Record(
-                        self.files.optimizer, f"data/{len(entries)}", entry.dtype, prod(entry.global_shape), 0
-                    )
-                    held[state] = StoredTensor.whole(record, entry.global_shape)
-                    entries.append(
-                        TensorEntry(
-                            entry.name, entry.global_shape, entry.dtype, (Chunk.whole(record, entry.global_shape),)
-                        )
-                    )
+                    held[state] = file.add(entry.name, entry.global_shape, entry.dtype)
             if held:
                 states[number] = {**scalars.get(name, {}), **held}
         tree = {STATE: states, GROUPS: [_as_stored(group, numbers) for group in groups]}
-        return FileLayout(
-            Chunks.of(entries), [chunk.record for entry in entries for chunk in entry.chunks], Pt.of(tree)
-        )
+        return file.layout(tree)
 
     def _scalars(self) -> Mapping[str, Mapping[str, object]]:
         own = HfRunState.of(self.source)

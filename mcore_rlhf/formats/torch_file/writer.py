@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 
 from mcore_rlhf.core.account import Report
@@ -19,11 +18,7 @@ from mcore_rlhf.core.catalog import (
     FLOATING,
     MASTER,
     PARAM,
-    Chunk,
     DType,
-    Record,
-    Shape,
-    TensorEntry,
     TensorName,
     dtype_of,
 )
@@ -41,8 +36,7 @@ from mcore_rlhf.families.module import USE_MUON, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, scheduled_groups
-from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
-from mcore_rlhf.storage.pt import Pt
+from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -193,7 +187,7 @@ class _TorchTarget:
 
     def layout(self) -> FileLayout:
         """The whole file, laid out when it is written."""
-        file = _File()
+        file = PtLayout(FILE)
         tree: dict[str, object] = {MODEL: self._model(file)}
         if self.optimizer:
             tree[OPTIMIZER], tree[RECORD] = self._optimizer(file), self._record()
@@ -204,7 +198,7 @@ class _TorchTarget:
         there = [*(spec.name for spec in self.source.model.params), *self.module.shared]
         return list(dict.fromkeys([*(name for name in self.module.order if name in set(there)), *there]))
 
-    def _model(self, file: _File) -> dict[str, StoredTensor]:
+    def _model(self, file: PtLayout) -> dict[str, StoredTensor]:
         """The state dict; what is tied is stored once."""
         found: dict[str, StoredTensor] = {}
         for name in self._names():
@@ -223,7 +217,7 @@ class _TorchTarget:
             return stored
         return self.dtype or (stored if self.optimizer else spec.dtype)
 
-    def _optimizer(self, file: _File) -> dict[str, object]:
+    def _optimizer(self, file: PtLayout) -> dict[str, object]:
         states: dict[int, object] = {}
         groups: list[dict[str, object]] = []
         scalars = {name: own_scalars(group) for group in self.source.state.groups for name in group.params}
@@ -238,7 +232,7 @@ class _TorchTarget:
             groups.append({**self._fields(group), PARAMS: list(range(first, number))})
         return {STATE: states, GROUPS: groups}
 
-    def _states(self, file: _File, name: str) -> Iterator[tuple[str, StoredTensor]]:
+    def _states(self, file: PtLayout, name: str) -> Iterator[tuple[str, StoredTensor]]:
         for state in self.source.states:
             key = TensorName(self.source.role, name, state)
             if state != MASTER and key in self.view:
@@ -300,24 +294,6 @@ class _TorchTarget:
     def holds(self) -> Inventory:
         """Everything: what the file has no place for lies beside it."""
         return inventory_of(self.source)
-
-
-class _File:
-    """The tensors of the file, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self.entries: list[TensorEntry] = []
-
-    def add(self, name: TensorName, shape: Shape, dtype: DType) -> StoredTensor:
-        """One more."""
-        record = Record(FILE, f"data/{len(self.entries)}", dtype, prod(shape), 0)
-        self.entries.append(TensorEntry(name, shape, dtype, (Chunk.whole(record, shape),)))
-        return StoredTensor.whole(record, shape)
-
-    def layout(self, tree: object) -> FileLayout:
-        """All of them, with the tree in which they stand."""
-        records = [chunk.record for entry in self.entries for chunk in entry.chunks]
-        return FileLayout(Chunks.of(self.entries), records, Pt.of(tree))
 
 
 _PLAIN = (bool, int, float, str, bytes, type(None))

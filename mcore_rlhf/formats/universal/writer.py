@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 from mcore_rlhf.core.catalog import (
     EXP_AVG,
@@ -18,14 +17,10 @@ from mcore_rlhf.core.catalog import (
     FLOATING,
     MASTER,
     PARAM,
-    Chunk,
-    DType,
-    Record,
-    Shape,
+    Box,
     TensorEntry,
     TensorName,
 )
-from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import ANY, Fate, Inventory, Rule
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.inventory import COPIED_MASTERS, NEVER_MADE, OF_OPTIMIZER, UNUSED, inventory_of
@@ -33,9 +28,8 @@ from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.families.universal_info import VOCAB_TENSOR, UniversalCheckpointInfo
-from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
@@ -193,30 +187,23 @@ def _param_files(
             path = f"{new.folder}/{ZERO}/{spec.name}/{state_key(state)}.pt"
             yield TargetFile(path, partial(_param_layout, new, path, spec, state))
     if step is not None and spec.trainable:
-        yield TargetFile(f"{new.folder}/{ZERO}/{spec.name}/{STEP}.pt", partial(_step_layout, step))
+        yield TargetFile(f"{new.folder}/{ZERO}/{spec.name}/{STEP}.pt", partial(FileLayout.of_tree, step))
 
 
 def _param_layout(new: UniversalLayout, path: str, spec: ParamSpec, state: str) -> FileLayout:
     """One state of a parameter, without the padding of a vocabulary. States keep their type; what has no master becomes one."""
     rows, whole, entry = new.rows(spec), spec.global_shape, new.entry(spec, state)
-    file = _TensorFile(path)
-    stored = file.tensor(
-        TensorName(new.source.role, spec.name, state),
-        whole,
-        whole if rows is None else (min(rows, whole[0]), *whole[1:]),
-        entry.dtype if entry is not None else FLOAT32,
-    )
+    file = PtLayout(path)
+    first = None if rows is None else Box.whole((min(rows, whole[0]), *whole[1:]))
+    name = TensorName(new.source.role, spec.name, state)
+    stored = file.add(name, whole, entry.dtype if entry is not None else FLOAT32, first)
     if entry is None and state != MASTER:  # what nothing fills reads as zeros
-        file.holds.clear()
+        file.entries.clear()
     return file.layout({**new.keys(spec), PARAM_KEY: stored})
 
 
-def _step_layout(step: object) -> FileLayout:
-    return FileLayout(Chunks(), [], Pt.of(step))
-
-
 def _optimizer_layout(new: UniversalLayout) -> FileLayout:
-    return FileLayout(Chunks(), [], Pt.of(_optimizer_state(new)))
+    return FileLayout.of_tree(_optimizer_state(new))
 
 
 def _model_layout(new: UniversalLayout, path: str, mp_rank: int, whole: bool) -> FileLayout:
@@ -232,33 +219,12 @@ def _model_layout(new: UniversalLayout, path: str, mp_rank: int, whole: bool) ->
         whole: Whether it has the module: that of the first rank has, whole; all others, and stage 3's, only its buffers and
             names.
     """
-    file = _TensorFile(path)
+    file = PtLayout(path)
     module = _module(new, file, whole)
     return file.layout(_model_states(new, module, mp_rank, whole))
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorFile:
-    """A ``.pt`` file: its records, each a whole tensor or its first rows."""
-
-    path: str
-    records: list[Record] = field(default_factory=list)
-    holds: list[TensorEntry] = field(default_factory=list)
-
-    def tensor(self, name: TensorName, global_shape: Shape, shape: Shape, dtype: DType) -> StoredTensor:
-        """A tensor in a further record of its own."""
-        record = Record(self.path, f"data/{len(self.records)}", dtype, prod(shape), 0)
-        chunk = Chunk.whole(record, shape)
-        self.records.append(record)
-        self.holds.append(TensorEntry(name, global_shape, dtype, (chunk,)))
-        return StoredTensor.whole(record, shape)
-
-    def layout(self, content: object) -> FileLayout:
-        """What the file will hold, with the object around its tensors."""
-        return FileLayout(Chunks.of(self.holds), self.records, Pt.of(content))
-
-
-def _module(new: UniversalLayout, file: _TensorFile, whole: bool) -> OrderedDict[str, object]:
+def _module(new: UniversalLayout, file: PtLayout, whole: bool) -> OrderedDict[str, object]:
     """The module in the order of its own state dict; aliases share the storage of their owners."""
     params = new.source.model.params
     values = {spec.name: _module_tensor(new, file, spec, whole) for spec in params}
@@ -268,12 +234,12 @@ def _module(new: UniversalLayout, file: _TensorFile, whole: bool) -> OrderedDict
     return OrderedDict((name, value) for name, value in found if value is not None)
 
 
-def _module_tensor(new: UniversalLayout, file: _TensorFile, spec: ParamSpec, whole: bool) -> StoredTensor | SmallTensor:
+def _module_tensor(new: UniversalLayout, file: PtLayout, spec: ParamSpec, whole: bool) -> StoredTensor | SmallTensor:
     """Where the tensor will lie, or an empty placeholder of its type, as stage 3 has it."""
     entry = new.entry(spec, PARAM) if whole or spec.name in new.family.buffers else None
     if entry is None:
         return SmallTensor.empty(spec.dtype)
-    return file.tensor(entry.name, entry.global_shape, entry.global_shape, entry.dtype)
+    return file.add(entry.name, entry.global_shape, entry.dtype)
 
 
 def _model_states(new: UniversalLayout, module: Mapping[str, object], mp_rank: int, whole: bool) -> dict[str, object]:
