@@ -134,12 +134,6 @@ ACCELERATE: RunFiles = RunFiles(
     "dl_state_dict.bin", "custom_checkpoint_*.pkl", "and a script that prepares a scheduler stops there",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
-ACCELERATES_TAG = "pytorch_model"
-"""The tag of DeepSpeed's in which accelerate has its model, and for which it asks by name: it needs no ``latest``. Of several models the
-others' have ``_1``, … behind it.
-
-Source: accelerate 1.15.0, ``accelerator.py`` (``save_state``, ``load_state``).
-"""
 
 
 def of_ranks(count: int) -> str:

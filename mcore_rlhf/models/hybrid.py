@@ -7,7 +7,6 @@ Sources: megatron-core 0.19.2, ``models/hybrid/hybrid_layer_allocation.py`` (``S
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -178,8 +177,3 @@ def heads_to_divide(args: Mapping[str, object], layers: str) -> dict[str, int]:
         names = {"key heads": "linear_num_key_heads", "value heads": "linear_num_value_heads"}
         found |= {f"{what} of the gated delta net": _size(args, name) for what, name in names.items()}
     return found
-
-
-OUT_NORM = re.compile(r"\.self_attention\.out_norm\.weight$")
-"""The gated delta net's norm of a head. Without sequence parallelism its gradients are not summed over tensor-parallel ranks, and its
-copies drift apart. Source: megatron-core 0.19.2, ``ssm/gated_delta_net/common.py``; seen in checkpoints that it wrote."""

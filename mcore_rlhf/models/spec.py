@@ -54,7 +54,6 @@ COLUMN = Partition(0)
 ROW = Partition(1)
 GATED = Partition(0, blocks=2)
 VOCABULARY = Partition(0, vocabulary=True)
-OWN_COPIES = Partition(0, own_copies=True)
 
 
 FP8 = frozenset(map(dtype_of, ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")))

@@ -28,7 +28,6 @@ from mcore_rlhf.models.huggingface.config import (
     sizes_of_config,
     text_of,
 )
-from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY_NORM
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import Architecture, Sizes
 from mcore_rlhf.models.implied import against_config
@@ -48,6 +47,14 @@ from .description import (
 from .groups import OF_HUGGINGFACE, DealtGroups, with_members
 from .rules import IGNORED, OF_PLACES, Places, listed
 from .shifting import SHIFTED, shifted
+
+_FULL_QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
+"""A norm before a query that is projected whole, which transformers does not have: with ``qk_layernorm`` megatron-core 0.19 always puts
+one there, behind the layer's own, and without Transformer Engine it builds no such model. 0.16 to 0.18 project what the layer's norm gives.
+
+Source: megatron-core 0.19.2, ``transformer/mla_qk_norm_config.py`` (``_resolve_mla_qk_layernorm``); 0.18.2,
+``transformer/multi_latent_attention.py``.
+"""
 
 
 def to_huggingface(source: Source, options: WriteOptions) -> Source:
@@ -114,7 +121,7 @@ def as_release(source: Source) -> Source:
 
 def _refuse_query_norm(source: Source, names: Iterable[str]) -> None:
     """Refuse what no architecture of Hugging Face's computes."""
-    found = [name for name in names if name.endswith(FULL_QUERY_NORM)]
+    found = [name for name in names if name.endswith(_FULL_QUERY_NORM)]
     if found:
         raise Unsupported(
             f"{source.root}: {found[0]} (and {len(found) - 1} more) normalizes what the queries are projected from once more, as "

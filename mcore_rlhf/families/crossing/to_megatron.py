@@ -23,8 +23,6 @@ from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import padded_vocab_size
 from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_of_config
-from mcore_rlhf.models.huggingface.deepseek import FULL_QUERY
-from mcore_rlhf.models.huggingface.mtp import COPIES, IN_LAYER
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
 from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.huggingface.table import EXPERTS, MTP_MODEL_LAYER, TRANSFORMER_ENGINE, Architecture, Sizes
@@ -45,6 +43,15 @@ from .groups import OF_MEGATRON, DealtGroups, as_megatron
 from .packing import repacked
 from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
 from .shifting import SHIFTED, shifted
+
+_FULL_QUERY = "self_attention.linear_q_proj.weight"
+"""The end of a name that only models of latent attention without ``q_lora_rank`` have."""
+
+_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""What release files repeat in a layer of multi-token prediction: the model's own embedding and output layer."""
+
+_IN_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
+"""The beginning of a name in a layer of multi-token prediction."""
 
 _TEXT, _IMAGES = "model.language_model.", "model.visual."
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
@@ -203,9 +210,9 @@ def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str,
     """
     found = {name: match for name in shapes if (match := _IN_LAYER.fullmatch(name))}
     further = {int(match.group(1)) for match in found.values() if int(match.group(1)) >= sizes.layers}
-    copies = [name for name, match in found.items() if match.group(2) in COPIES and int(match.group(1)) in further]
+    copies = [name for name, match in found.items() if match.group(2) in _COPIES and int(match.group(1)) in further]
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
-    beside = {match.group(1) for name in shapes if (match := IN_LAYER.match(name))}
+    beside = {match.group(1) for name in shapes if (match := _IN_LAYER.match(name))}
     return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0)), copies
 
 
@@ -358,7 +365,7 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     Rule(Fate.CHANGED, "{found}", _InMegatron.padding),
     Rule(Fate.NOTE, "queries without q_lora_rank: for megatron-core 0.16 to 0.18. 0.19 has a norm before linear_q_proj, with which it "
          "computes something else than this model; it does not load these files",
-         lambda s: any(name.endswith(FULL_QUERY) for name in s.relation.megatron)),
+         lambda s: any(name.endswith(_FULL_QUERY) for name in s.relation.megatron)),
     Rule(Fate.NOTE, f"multi-token prediction: its layer is called {MTP_MODEL_LAYER}, as since megatron-core 0.17; for 0.16 use --to "
          "megatron-dist, whose keys are the same for all",
          lambda s: s.model.mtp_layers and s.relation.spelling.mtp == MTP_MODEL_LAYER),

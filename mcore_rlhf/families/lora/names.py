@@ -17,8 +17,6 @@ SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"
 WEIGHTS = (SAFETENSORS, BIN)
 """The first that is there counts, as for peft."""
-ENGINE_STATE = "state.pt"
-"""Beside an adapter that ``AdapterEngine`` saved: the optimizer, the scheduler, and what is trained besides the adapter."""
 
 DEFAULT = "default"
 """What an adapter is called in memory unless it is told otherwise."""

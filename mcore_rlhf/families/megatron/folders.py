@@ -18,8 +18,6 @@ from mcore_rlhf.storage.paths import ReadablePath
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
-DEALT_FILES = "layer_wise_optimizer_*.pt"
-"""Those of a layer-wise optimizer, one for every data-parallel rank."""
 NON_PERSISTENT = "non_persistent"
 """Where a run with ``--non-persistent-ckpt-type global`` keeps its newest steps, beside those that stay; a root of its own.
 

@@ -11,13 +11,10 @@ megatron-core 0.19.2 calls it in ``training/checkpointing.py`` (``save_checkpoin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 
 KEY = "modelopt_state"
 FOLDER = KEY
-KEYS = re.compile(rf"{KEY}(_\d{{1,9}})?")
-"""What its keys at the top of a legacy file are called: with a number, that of one model chunk, where a rank has several."""
 _MODES, _METADATA = "modelopt_state_dict", "metadata"
 _OF_MODULES = ("quantizer_state", "subnet_config", "real_quantizer_state", "q_tensor_state")
 

@@ -12,10 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
-from mcore_rlhf.families.trainer_files import ACCELERATES_TAG
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
+
+_ACCELERATES_TAG = "pytorch_model"
+"""The tag of DeepSpeed's in which accelerate has its model, and for which it asks by name: it needs no ``latest``. Of several models the
+others' have ``_1``, … behind it.
+
+Source: accelerate 1.15.0, ``accelerator.py`` (``save_state``, ``load_state``).
+"""
 
 LATEST = "latest"
 _MODEL = re.compile(r"mp_rank_(\d{1,18})_model_states\.pt")
@@ -138,7 +144,7 @@ def _read_latest(root: ReadablePath) -> str | None:
 
 def _latest(root: ReadablePath, tags: list[str]) -> str:
     tag, listed = _read_latest(root), ", ".join(tags[:_MOST])
-    accelerates = [name for name in tags if re.fullmatch(rf"{ACCELERATES_TAG}(_\d+)?", name)]
+    accelerates = [name for name in tags if re.fullmatch(rf"{_ACCELERATES_TAG}(_\d+)?", name)]
     if len(accelerates) > 1 and tag in (None, *accelerates):
         raise UsageError(
             f"{root}: holds {len(accelerates)} models of accelerate, each in a tag of its own: {', '.join(accelerates[:_MOST])}\n"

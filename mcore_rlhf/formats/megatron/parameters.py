@@ -4,6 +4,7 @@ catalogue of where each lies, whose chunks are computed when asked for.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +18,17 @@ from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.state import MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
-from mcore_rlhf.models.hybrid import OUT_NORM
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, Traits, is_buffer, is_routed_expert, partition_of
-from mcore_rlhf.models.spec import COLUMN, OWN_COPIES, REPLICATED, ParamSpec, Partition, Rules
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
 from mcore_rlhf.storage.pt import StoredTensor
 
 from .shards import RankShard
+
+_OUT_NORM = re.compile(r"\.self_attention\.out_norm\.weight$")
+"""The gated delta net's norm of a head. Without sequence parallelism its gradients are not summed over tensor-parallel ranks, and its
+copies drift apart. Source: megatron-core 0.19.2, ``ssm/gated_delta_net/common.py``; seen in checkpoints that it wrote."""
+
+_OWN_COPIES = Partition(0, own_copies=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +168,13 @@ class PartitionFinder:
             return REPLICATED if name == OUTPUT and shape[0] == 1 and self.parallel.tp == 1 else None
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
-        if OUT_NORM.search(name) and not self.args.flag("sequence_parallel") and not self._all_equal(holders):
+        if _OUT_NORM.search(name) and not self.args.flag("sequence_parallel") and not self._all_equal(holders):
             self.notes.add(
                 Fate.NOTE,
                 f"{name}: the copies of the {self.parallel.tp} tensor-parallel ranks differ, as Megatron trains them without sequence "
                 "parallelism; each is kept as its rank's own",
             )
-            return OWN_COPIES
+            return _OWN_COPIES
         return partition
 
     def _counts_words(self, shape: Shape) -> bool:

@@ -7,6 +7,7 @@ megatron-core 0.16.1, ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,6 @@ from mcore_rlhf.families.megatron.arguments import (
 from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
-from mcore_rlhf.families.megatron.modelopt import KEYS as MODELOPT_KEYS
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     LAID_OUT,
@@ -49,6 +49,9 @@ from mcore_rlhf.storage.pt import PtFile, StoredTensor
 from .optimizer import OptimizerReading, is_flat, read_optimizer
 from .parameters import Holder, PartitionFinder, StoredTensors
 from .shards import MODEL_KEY, RankFiles, RankShard, check_keys, check_ranks, globalize
+
+_MODELOPT_KEYS = re.compile(rf"{MODELOPT}(_\d{{1,9}})?")
+"""What modelopt's keys at the top of a legacy file are called: with a number, that of one model chunk, where a rank has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +299,7 @@ def _grad_scaler(optimizer: object) -> object | None:
 def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
     kept: dict[str, object] = {}
     modelopt = [
-        (shard, value) for shard in shards for key, value in shard.top.items() if MODELOPT_KEYS.fullmatch(str(key))
+        (shard, value) for shard in shards for key, value in shard.top.items() if _MODELOPT_KEYS.fullmatch(str(key))
     ]
     values = [shard.materialize(value) for shard, value in modelopt]
     if values and all(same(value, values[0]) for value in values):
@@ -305,7 +308,7 @@ def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
         text = f"{MODELOPT}: ModelOpt's, of which every rank has another: it names modules of its own rank"
         notes.add(Fate.LOST, text, Item(Kind.VALUE, MODELOPT))
     for key, value in {key: value for shard in reversed(shards) for key, value in shard.top.items()}.items():
-        if key in _KNOWN or any(keys.fullmatch(str(key)) for keys in (MODEL_KEY, MODELOPT_KEYS)):
+        if key in _KNOWN or any(keys.fullmatch(str(key)) for keys in (MODEL_KEY, _MODELOPT_KEYS)):
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself

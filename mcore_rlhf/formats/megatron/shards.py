@@ -11,11 +11,14 @@ from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
-from mcore_rlhf.families.megatron.folders import DEALT_FILES, MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
+from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
 from mcore_rlhf.families.megatron.state import ModelPart
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+
+_DEALT_FILES = "layer_wise_optimizer_*.pt"
+"""Those of a layer-wise optimizer, one for every data-parallel rank."""
 
 MODEL_KEY = re.compile(r"model(\d*)")
 
@@ -109,7 +112,7 @@ class RankFiles:
         distrib = None
         if self.optimizer and (self.located.folder / at.folder / OPTIMIZER_FILE).is_file():
             distrib = self._open(at.folder, OPTIMIZER_FILE)
-        dealt = sorted(p.name for p in (self.located.folder / at.folder).glob(DEALT_FILES)) if self.optimizer else []
+        dealt = sorted(p.name for p in (self.located.folder / at.folder).glob(_DEALT_FILES)) if self.optimizer else []
         parts = [_model_part(pt, v) for v in _vpp_ranks(pt.tree)]
         return RankShard(at, pt, parts, distrib, {name: self._open(at.folder, name) for name in dealt})
 
@@ -312,7 +315,7 @@ def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Repo
     known = {*MODEL_FILES, OPTIMIZER_FILE}
     for shard in shards:
         files = {p.name for p in (located.folder / shard.at.folder).glob("*.pt")}
-        dealt = {p.name for p in (located.folder / shard.at.folder).glob(DEALT_FILES)}
+        dealt = {p.name for p in (located.folder / shard.at.folder).glob(_DEALT_FILES)}
         others = sorted(files - known - dealt)
         if others:
             notes.add(Fate.LOST, f"{shard.at.folder}: {', '.join(others[:3])}: not a file of this format, not read")

@@ -15,7 +15,6 @@ from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config
 from mcore_rlhf.families.lora.names import (
     BIN,
     CONFIG,
-    ENGINE_STATE,
     LORA_A,
     LORA_B,
     PREFIX,
@@ -35,6 +34,9 @@ from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
+
+_ENGINE_STATE = "state.pt"
+"""Beside an adapter that ``AdapterEngine`` saved: the optimizer, the scheduler, and what is trained besides the adapter."""
 
 _LAYER = re.compile(r"\.layers\.(\d{1,18})\.")
 _ADVICE = "Save the adapter again with peft's save_pretrained, or copy it again."
@@ -129,10 +131,10 @@ def _notes(config: AdapterConfig, path: ReadablePath) -> Report:
         Fate.NOTE,
         f"an adapter of rank {config.values.get('r')}, alpha {config.values.get('lora_alpha')}, for {base or 'a base that is not named'}",
     )
-    if (path / ENGINE_STATE).is_file():
+    if (path / _ENGINE_STATE).is_file():
         notes.add(
             Fate.LOST,
-            f"{ENGINE_STATE} beside the adapter, with its optimizer and whatever else was trained, such as a value head: only "
+            f"{_ENGINE_STATE} beside the adapter, with its optimizer and whatever else was trained, such as a value head: only "
             "AdapterEngine loads it, and no conversion reads it",
         )
     return notes

@@ -26,16 +26,6 @@ def _row(megatron: str, huggingface: str, shape: tuple[str, ...], *needs: str) -
     return Row(f"{_LAYER}{megatron}", (HfTensor(f"{_HF}{huggingface}", shape),), needs=needs)
 
 
-FULL_QUERY = "self_attention.linear_q_proj.weight"
-"""The end of a name that only models without ``q_lora_rank`` have."""
-FULL_QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
-"""A norm before it, which transformers does not have: with ``qk_layernorm`` megatron-core 0.19 always puts one there, behind the layer's
-own, and without Transformer Engine it builds no such model. 0.16 to 0.18 project what the layer's norm gives.
-
-Source: megatron-core 0.19.2, ``transformer/mla_qk_norm_config.py`` (``_resolve_mla_qk_layernorm``); 0.18.2,
-``transformer/multi_latent_attention.py``.
-"""
-
 _INPUT_NORM = replace(dense.INPUT_NORM, needs=())
 """Transformer Engine keeps it apart here."""
 

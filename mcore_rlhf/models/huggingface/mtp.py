@@ -10,7 +10,6 @@ Sources: megatron-core 0.16.1, ``transformer/multi_token_prediction.py``; NVIDIA
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -51,8 +50,6 @@ def _inside(row: Row, name: str) -> Row:
 
 ORDER = tuple(f"{_HF}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
 
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""What release files repeat in such a layer: the model's own embedding and output layer."""
 
 _BESIDE = "mtp."
 _BESIDE_NAMES = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
@@ -90,7 +87,3 @@ def packed_beside(packed: Iterable[Packed]) -> tuple[Packed, ...]:
 
     both = tuple(packed)
     return (*both, *(Packed(there(row.module), tuple(map(there, row.files))) for row in both))
-
-
-IN_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
-"""The beginning of a name in such a layer."""
