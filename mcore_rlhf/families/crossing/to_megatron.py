@@ -50,7 +50,7 @@ _FULL_QUERY = "self_attention.linear_q_proj.weight"
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """What release files repeat in a layer of multi-token prediction: the model's own embedding and output layer."""
 
-_IN_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
+_NEXT_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
 """The beginning of a name in a layer of multi-token prediction."""
 
 _TEXT, _IMAGES = "model.language_model.", "model.visual."
@@ -212,7 +212,7 @@ def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str,
     further = {int(match.group(1)) for match in found.values() if int(match.group(1)) >= sizes.layers}
     copies = [name for name, match in found.items() if match.group(2) in _COPIES and int(match.group(1)) in further]
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
-    beside = {match.group(1) for name in shapes if (match := _IN_LAYER.match(name))}
+    beside = {match.group(1) for name in shapes if (match := _NEXT_LAYER.match(name))}
     return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0)), copies
 
 
