@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -336,6 +337,23 @@ def test_no_class_name_stands_for_three_things() -> None:
             found.setdefault(name, []).append(path.as_posix())
     assert "Publication" in found
     assert {name: where for name, where in found.items() if len(where) > 2} == {}
+
+
+def given_twice(source: str) -> list[str]:
+    """Names that a module gives to two things, of which all of it means the second."""
+    counted: Counter[str] = Counter()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            counted[node.name] += 1
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            counted.update(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    return [name for name, times in counted.items() if times > 1]
+
+
+def test_no_name_of_a_module_stands_for_two_things() -> None:
+    assert {str(path): found for path in MODULES if (found := given_twice((PROJECT / PACKAGE / path).read_text()))} == {}
+    assert given_twice("A = 1\nB: int = 2\n(A, C) = 3, 4\ndef B(): ...") == ["A", "B"]
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -17,12 +17,19 @@ from .folders import RLINF_FOLDER, detect, is_apart, is_dcp
 
 
 class DcpFormat(Format):
-    """torch.distributed.checkpoint (DCP) folders of FSDP runs."""
+    """torch.distributed.checkpoint (DCP) folders of FSDP runs.
+
+    Args:
+        apart: Whether model and optimizer lie in accelerate's two folders: the weights of :mod:`..hf_trainer`, and no format by itself.
+    """
 
     name = "dcp"
     holds_adapters = True
     takes = (Takes.DATA_PARALLEL, Takes.DTYPE, Takes.RNG, Takes.LIKE)
     own_sidecar = lays_out_keys = True
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self.apart = apart
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How torch is told to load it."""
@@ -31,7 +38,7 @@ class DcpFormat(Format):
 
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder is one, or RLinf's actor with one, or a root with ``step-N`` folders."""
-        return detect(path)
+        return is_apart(path) if self.apart else detect(path)
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
@@ -43,22 +50,8 @@ class DcpFormat(Format):
         """Describe a new checkpoint."""
         from .writer import dcp_target
 
-        return dcp_target(source, options)
-
-
-class ApartFormat(DcpFormat):
-    """Model and optimizer of an FSDP run in accelerate's two folders; the weights of :mod:`..hf_trainer`, and no format by itself."""
-
-    def detect(self, path: ReadablePath) -> bool:
-        """Whether a folder has them."""
-        return is_apart(path)
-
-    def target(self, source: Source, options: WriteOptions) -> Target:
-        """Describe new ones."""
-        from .writer import dcp_target
-
-        return dcp_target(source, options, apart=True)
+        return dcp_target(source, options, apart=self.apart)
 
 
 FORMAT: Format = DcpFormat()
-APART: Format = ApartFormat()
+APART: Format = DcpFormat(apart=True)

@@ -15,7 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mcore_rlhf.core.catalog import (
     FLOAT32,
@@ -299,15 +299,21 @@ _FILES = 8
 """So many files at least, where there is anything to divide: as many workers can write at once."""
 
 
-class Elements(Protocol):
-    """Some elements of a tensor, which become a chunk."""
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Elements ``[start, stop)`` of a bucket: a rank's part of a parameter, or a gap, which has none."""
+
+    start: int
+    stop: int
+    place: _Place | None
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """How many they are."""
+        return self.stop - self.start
 
 
-E = TypeVar("E", bound=Elements)
+E = TypeVar("E", Box, _Range)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,20 +357,6 @@ def dealt(parts: Sequence[P]) -> list[list[P]]:
             files[-1].append(portion)
             filled += size
     return files
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements ``[start, stop)`` of a bucket: a rank's part of a parameter, or a gap, which has none."""
-
-    start: int
-    stop: int
-    place: _Place | None
-
-    @property
-    def numel(self) -> int:
-        """How many they are."""
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
