@@ -345,15 +345,22 @@ def given_twice(source: str) -> list[str]:
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             counted[node.name] += 1
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
+        elif isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            counted.update(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            counted.update(
+                name.id
+                for target in targets
+                for name in ast.walk(target)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            )
     return [name for name, times in counted.items() if times > 1]
 
 
 def test_no_name_of_a_module_stands_for_two_things() -> None:
-    assert {str(path): found for path in MODULES if (found := given_twice((PROJECT / PACKAGE / path).read_text()))} == {}
-    assert given_twice("A = 1\nB: int = 2\n(A, C) = 3, 4\ndef B(): ...") == ["A", "B"]
+    assert {
+        str(path): found for path in MODULES if (found := given_twice((PROJECT / PACKAGE / path).read_text()))
+    } == {}
+    assert given_twice("D: int\nD = 1\nA = 1\nB: int = 2\n(A, C) = 3, 4\ndef B(): ...") == ["A", "B"]
 
 
 def test_the_command_line_starts_without_torch() -> None:

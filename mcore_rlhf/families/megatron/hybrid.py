@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from mcore_rlhf.core.account import same
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
@@ -20,8 +19,7 @@ from mcore_rlhf.models.hybrid import Pattern
 from mcore_rlhf.models.megatron import layer_of, registration_order
 
 from .arguments import PATTERNS, Arguments, stored_arguments
-from .folders import FileRank
-from .state import MegatronState, ModelPart, RankValues
+from .state import MegatronState, RankValues
 
 _SPEC = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
 _PAIRS = re.compile(r"(\*[-E])+")
@@ -182,7 +180,7 @@ def _renamed(source: Source, names: Mapping[str, str], layers: int, changed: Map
         state=replace(source.state, args=args), notes=notes,
         family=replace(
             family, args=Arguments({**family.args.values, **args}), order=list(dict.fromkeys(order)),
-            unknown=list(_each(names, family.unknown)), shards=[SeenRank.of(shard, names, changed) for shard in family.shards],
+            unknown=list(_each(names, family.unknown)), shards=[_seen(shard, names, changed) for shard in family.shards],
         ),
     )  # fmt: skip
 
@@ -191,27 +189,11 @@ def _each(names: Mapping[str, str], some: Iterable[str]) -> Iterable[str]:
     return (names[name] for name in some)
 
 
-@dataclass(frozen=True, slots=True)
-class SeenRank:
-    """What belongs to a rank, with other arguments, and its opaque values under other names; see :class:`.state.RankValues`."""
-
-    at: FileRank
-    top: Mapping[str, object]
-    parts: tuple[ModelPart, ...]
-    below: RankValues
-
-    @classmethod
-    def of(cls, rank: RankValues, names: Mapping[str, str], changed: Mapping[str, object]) -> SeenRank:
-        """A rank seen so."""
-        args = {"args": _with(stored_arguments(rank.top), changed)} if rank.top.get("args") is not None else {}
-        parts = (
-            replace(part, opaque={names.get(n, n): value for n, value in part.opaque.items()}) for part in rank.parts
-        )
-        return cls(rank.at, {**rank.top, **args}, tuple(parts), rank)
-
-    def materialize(self, value: object) -> Any:
-        """A value with real tensors in it."""
-        return self.below.materialize(value)
+def _seen(rank: RankValues, names: Mapping[str, str], changed: Mapping[str, object]) -> RankValues:
+    """What belongs to a rank, with other arguments, and its opaque values under other names."""
+    args = {"args": _with(stored_arguments(rank.top), changed)} if rank.top.get("args") is not None else {}
+    parts = (replace(part, opaque={names.get(n, n): value for n, value in part.opaque.items()}) for part in rank.parts)
+    return RankValues(rank.at, {**rank.top, **args}, tuple(parts), rank.materialize)
 
 
 def _with(args: Mapping[str, object], changed: Mapping[str, object]) -> dict[str, object]:

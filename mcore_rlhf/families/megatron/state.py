@@ -13,10 +13,10 @@ from __future__ import annotations
 import random
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import PARAM, TensorName
@@ -66,27 +66,21 @@ class ModelPart:
     local_layers: int = 0
 
 
-class RankValues(Protocol):
-    """What a source has for one rank that belongs to it alone, whichever format stored it."""
+@dataclass(slots=True)
+class RankValues:
+    """What a source has for one rank that belongs to it alone, whichever format stored it.
 
-    @property
-    def at(self) -> FileRank:
-        """Which rank it is."""
-        ...
+    Args:
+        at: Which rank it is.
+        top: Values by the key that they have at the top of a legacy file: ``args``, ``rng_state``, counters.
+        parts: Its model chunks, as far as they have values that are no parameters.
+        materialize: Gives a value of ``top`` or ``parts`` with real tensors in it.
+    """
 
-    @property
-    def top(self) -> Mapping[str, object]:
-        """Values by the key that they have at the top of a legacy file: ``args``, ``rng_state``, counters."""
-        ...
-
-    @property
-    def parts(self) -> Sequence[ModelPart]:
-        """Its model chunks, as far as they have values that are no parameters."""
-        ...
-
-    def materialize(self, value: object) -> Any:
-        """A value of :attr:`top` or :attr:`parts` with real tensors in it."""
-        ...
+    at: FileRank
+    top: Mapping[str, object]
+    parts: Sequence[ModelPart]
+    materialize: Callable[[object], Any]
 
 
 @dataclass(slots=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mcore_rlhf.core.account import Fate, Report
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
-from mcore_rlhf.families.megatron.state import ModelPart
+from mcore_rlhf.families.megatron.state import ModelPart, RankValues
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
@@ -24,20 +23,16 @@ MODEL_KEY = re.compile(r"model(\d*)")
 
 
 @dataclass(slots=True)
-class RankShard:
+class RankShard(RankValues):
     """Everything that one rank's folder holds, unread.
 
     Args:
-        at: Which rank it is.
         pt: The model file.
-        parts: Its model chunks.
         distrib: The distributed optimizer's file, or None.
         dealt: The files of a layer-wise optimizer, by name.
     """
 
-    at: FileRank
     pt: PtFile
-    parts: list[ModelPart]
     distrib: PtFile | None
     dealt: dict[str, PtFile] = field(default_factory=dict)
 
@@ -45,16 +40,6 @@ class RankShard:
     def files(self) -> list[PtFile]:
         """The model file, and those of its optimizer."""
         return [self.pt, *([] if self.distrib is None else [self.distrib]), *self.dealt.values()]
-
-    @property
-    def top(self) -> Mapping[str, object]:
-        """The model file's top-level dictionary."""
-        assert isinstance(self.pt.tree, dict)
-        return self.pt.tree
-
-    def materialize(self, value: object) -> Any:
-        """A value of the model file with real tensors in it."""
-        return self.pt.materialize(value)
 
 
 @dataclass(slots=True)
@@ -114,7 +99,9 @@ class RankFiles:
             distrib = self._open(at.folder, OPTIMIZER_FILE)
         dealt = sorted(p.name for p in (self.located.folder / at.folder).glob(_DEALT_FILES)) if self.optimizer else []
         parts = [_model_part(pt, v) for v in _vpp_ranks(pt.tree)]
-        return RankShard(at, pt, parts, distrib, {name: self._open(at.folder, name) for name in dealt})
+        return RankShard(
+            at, pt.tree, parts, pt.materialize, pt, distrib, {name: self._open(at.folder, name) for name in dealt}
+        )
 
     def _model(self, folder: str) -> PtFile:
         name = model_file(self.located.folder, folder)

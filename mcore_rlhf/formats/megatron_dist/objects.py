@@ -42,23 +42,9 @@ RERUN, RERUN_RANKS = "rerun_state_machine", "rerun_state_machine_state"
 _NOT_RUNNING = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DistRank:
-    """What belongs to one rank; see :class:`~mcore_rlhf.formats.megatron.shards.RankValues`.
-
-    Args:
-        at: The rank.
-        top: Its values by the keys of a legacy file.
-        parts: Its opaque values.
-    """
-
-    at: FileRank
-    top: Mapping[str, object]
-    parts: tuple[ModelPart, ...]
-
-    def materialize(self, value: object) -> Any:
-        """A value that was found, read."""
-        return unwrapped(value) if isinstance(value, DcpObject) else value
+def _read(value: object) -> Any:
+    """A value that was found, read."""
+    return unwrapped(value) if isinstance(value, DcpObject) else value
 
 
 def rng_index(parallel: ParallelConfig, rank: int) -> tuple[Shape, Shape]:
@@ -106,7 +92,7 @@ def rng_of(objects: Mapping[ShardKey, DcpObject], parallel: ParallelConfig, rank
     return objects.get(ShardKey(RNG, index, shape)) or objects.get(ShardKey(RNG, index[:2], shape[:2]))
 
 
-def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str, object]) -> list[DistRank]:
+def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str, object]) -> list[RankValues]:
     """What every rank of the run has, one for each folder that the legacy format would write.
 
     Args:
@@ -124,7 +110,7 @@ def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str
             top[RNG] = stored
         # every value once for each rank that has one of its own
         mine = dict(opaque) if at.pp_rank == 0 and at.ep_rank == 0 else {}
-        ranks.append(DistRank(at, top, (ModelPart(0, opaque=mine),)))
+        ranks.append(RankValues(at, top, (ModelPart(0, opaque=mine),), _read))
     return ranks
 
 
