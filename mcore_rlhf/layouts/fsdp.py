@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mcore_rlhf.core.catalog import Box, Shape
 
 
-def cut(shape: Shape, parts: int) -> Iterator[Box]:
-    """Cut a tensor along its first dimension as FSDP does: ``ceil(rows / parts)`` rows each, the last fewer.
+def part(shape: Shape, dim: int, world: int, rank: int) -> Box:
+    """A rank's part of a tensor that is cut along a dimension: ``ceil(size / world)`` each, the last fewer, then none.
 
-    Ranks without rows store one empty part together, behind the last row.
-    Source: torch 2.13.0, ``torch.chunk``, which ``distributed/tensor/placement_types.py`` (``Shard``) follows; empty parts as FSDP2
-    wrote them.
+    Source: torch 2.13.0, ``distributed/tensor/placement_types.py`` (``Shard``: as ``torch.chunk``), ``distributed/fsdp/_fully_shard/
+    _fsdp_param.py`` (``_init_sharded_param``).
     """
-    rows, inner = -(-shape[0] // parts), shape[1:]
-    count = -(-shape[0] // rows) if rows else 0
-    for start in range(0, shape[0], rows or 1):
-        yield Box((start, *(0,) * len(inner)), (min(rows, shape[0] - start), *inner))
-    if count < parts:
-        yield Box((shape[0], *(0,) * len(inner)), (0, *inner))
+    size = shape[dim]
+    each = -(-size // world)
+    first = min(rank * each, size)
+    count = min(each, size - first)
+    offset = tuple(first if at == dim else 0 for at in range(len(shape)))
+    return Box(offset, tuple(count if at == dim else full for at, full in enumerate(shape)))
+
+
+def cut(shape: Shape, parts: int) -> list[Box]:
+    """The parts along the first dimension, as they are stored: ranks without rows store one empty part together, behind the last row.
+
+    Source: DCP folders that FSDP2 wrote.
+    """
+    return list(dict.fromkeys(part(shape, 0, parts, rank) for rank in range(parts)))

@@ -34,6 +34,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
+from mcore_rlhf.layouts.fsdp import part
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.models.spec import ParamSpec
@@ -431,17 +432,3 @@ def _flattened(
 def _small(tree: object, path: str) -> FileLayout:
     del path
     return FileLayout.of_tree(tree)
-
-
-def part(shape: Shape, dim: int, world: int, rank: int) -> Box:
-    """A rank's part of a tensor that is cut along a dimension: ``ceil(size / world)`` each, the last fewer, then none.
-
-    Source: torch 2.13.0, ``distributed/tensor/placement_types.py`` (``Shard``: as ``torch.chunk``), ``distributed/fsdp/_fully_shard/
-    _fsdp_param.py`` (``_init_sharded_param``).
-    """
-    size = shape[dim]
-    each = -(-size // world)
-    first = min(rank * each, size)
-    count = min(each, size - first)
-    offset = tuple(first if at == dim else 0 for at in range(len(shape)))
-    return Box(offset, tuple(count if at == dim else full for at, full in enumerate(shape)))

@@ -35,8 +35,9 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.fsdp_ranks.manner import Manner
 from mcore_rlhf.formats.fsdp_ranks.state import RanksState
-from mcore_rlhf.formats.fsdp_ranks.writer import part, ranks_target
+from mcore_rlhf.formats.fsdp_ranks.writer import ranks_target
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.layouts.fsdp import part
 from mcore_rlhf.storage.dcp.sharded import Mesh, Release, dtensor
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.stored import Made, StoredTensor, TorchName
