@@ -302,3 +302,30 @@ def momentum_is_unreduced(config: object, version: object) -> bool:
     numbers = tuple(map(int, re.findall(r"\d{1,18}", str(version))[:3]))
     scattered = section(config, "zero_optimization").get("reduce_scatter") is not False
     return scattered and len(numbers) > 0 and numbers < _REDUCED_SINCE
+
+
+_NAME_OF_EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,18})(\..*)")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertName:
+    """The name of an expert's parameter.
+
+    Args:
+        layer: What comes before the expert's number: one per layer.
+        number: The expert's number, global or local.
+        rest: What comes after it.
+    """
+
+    layer: str
+    number: int
+    rest: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}{self.number}{self.rest}"
+
+
+def expert_name(name: str) -> ExpertName | None:
+    """The parts of a name, or None for what is no expert's."""
+    found = _NAME_OF_EXPERT.fullmatch(name)
+    return None if found is None else ExpertName(found[1], int(found[2]), found[3])

@@ -13,7 +13,6 @@ Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_save_checkpoint``, ``_save_m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,7 +23,7 @@ from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .files import TagFiles, check_complete, section
+from .files import ExpertName, TagFiles, check_complete, expert_name, section
 from .form import (
     INT,
     NUMBER,
@@ -42,32 +41,7 @@ from .form import (
     of,
 )
 
-_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,18})(\..*)")
 _DATA_FIRST = "use_data_before_expert_parallelism"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertName:
-    """The name of an expert's parameter.
-
-    Args:
-        layer: What comes before the expert's number: one per layer.
-        number: The expert's number, global or local.
-        rest: What comes after it.
-    """
-
-    layer: str
-    number: int
-    rest: str
-
-    def __str__(self) -> str:
-        return f"{self.layer}{self.number}{self.rest}"
-
-
-def expert_name(name: str) -> ExpertName | None:
-    """The parts of a name, or None for what is no expert's."""
-    found = _NAME.fullmatch(name)
-    return None if found is None else ExpertName(found[1], int(found[2]), found[3])
 
 
 @dataclass(slots=True)

@@ -40,10 +40,9 @@ from mcore_rlhf.storage.pt import StoredTensor
 from mcore_rlhf.storage.stored import new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
-from .files import LATEST, layer_name, model_name, model_name_of_rank, optim_name, section
+from .files import LATEST, expert_name, layer_name, model_name, model_name_of_rank, optim_name, section
 from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout, zero_config
 from .reader import APART, DeepSpeedState
-from .tag import expert_name
 
 StateDict = dict[str, Any]
 _ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
