@@ -367,7 +367,8 @@ def _packed(p: Passage) -> Source:
 
 def _has_experts_of_a_run(p: Passage) -> bool:
     """Whether a run goes on that has its experts in one of two ways; where all its names are taken over, these are too."""
-    wanted = p.to_module and p.to.packs_experts and not p.to.lays_out_keys and p.write.like is not None
+    whole = p.to.lays_out_keys or p.to.deals_groups
+    wanted = p.to_module and p.to.packs_experts and not whole and p.write.like is not None
     return wanted and bool(packed_in(_description(p)))
 
 
@@ -375,6 +376,12 @@ def _as_in_run(p: Passage) -> Source:
     from .crossing.going_on import with_experts_of
 
     return with_experts_of(_like(p), p.source, _description(p))
+
+
+def _in_groups_of_run(p: Passage) -> Source:
+    from .crossing.going_on import with_groups_of
+
+    return with_groups_of(_like(p), p.source, _description(p))
 
 
 def _check_extra_states(p: Passage) -> None:
@@ -427,6 +434,7 @@ NAMES = (
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
     Pass("experts packed", _are_to_be_packed, _packed),
     Pass("experts as in the run that goes on", _has_experts_of_a_run, _as_in_run),
+    Pass("param groups of the run that goes on", lambda p: p.to.deals_groups and p.write.like is not None, _in_groups_of_run),
     Pass("torchtitan's names again", _had_own_names, _other_names),
     Pass("the run that goes on", lambda p: p.to.lays_out_keys and p.write.like is not None, _as_run),
 )  # fmt: skip

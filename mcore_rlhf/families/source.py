@@ -325,6 +325,7 @@ class Names:
         holds_adapters: Whether a model in it may have an adapter, under peft's names.
         weights_only: Whether a checkpoint of it holds a model alone, unless it is asked to keep more.
         lays_out_keys: Whether its keys, and names of tensors that a trainer has alone, are as the run had them that it came from.
+        deals_groups: Whether its loader finds the parameters of a param group by their place: a run that goes on is asked for them.
         takes: What may be chosen of a target; other options are refused.
     """
 
@@ -335,4 +336,5 @@ class Names:
     holds_adapters: bool = False
     weights_only: bool = False
     lays_out_keys: bool = False
+    deals_groups: bool = False
     takes: tuple[Takes, ...] = ()

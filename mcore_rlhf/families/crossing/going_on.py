@@ -1,7 +1,8 @@
-"""A source as the run that goes on keeps it: what ``--like`` says, a DCP folder that the trainer itself wrote.
+"""A source as the run that goes on keeps it: what ``--like`` says, a checkpoint that the trainer itself wrote.
 
-Its keys, names and param groups are the run's own; how far training has come (masters, moments, steps, learning rates, iteration) is the
-source's. What the run keeps and the source does not say is as there, by name: its loader stops at a key that is missing.
+Its experts, names and param groups, and a DCP folder's keys, are the run's own; how far training has come (masters, moments, steps,
+learning rates, iteration) is the source's. What the run keeps and the source does not say is as there, by name: its loader stops at a key
+that is missing.
 """
 
 from __future__ import annotations
@@ -44,6 +45,33 @@ def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) 
     return source if has_packed == wants_packed else repacked(source, config, packs_experts=wants_packed)
 
 
+def with_groups_of(like: Source, source: Source, config: Mapping[str, object]) -> Source:
+    """The source with the experts, param groups and schedule of a run, whose loader finds a group's parameters by their place.
+
+    Args:
+        like: A checkpoint of the run.
+        source: Under a module's names.
+        config: The model's ``config.json``.
+
+    Raises:
+        UsageError: The run's checkpoint is not under a module's names.
+        CheckpointError: See :func:`as_run`.
+    """
+    ModuleState.needed(like)
+    source = with_experts_of(like, source, config)
+    _check_same_model(source, like)
+    return _in_groups_of_run(source, like, source.notes.copy())
+
+
+def _in_groups_of_run(source: Source, like: Source, notes: Report) -> Source:
+    """The source with a run's param groups and schedule, where both have an optimizer; what it becomes, the notes say."""
+    state = source.state
+    if source.optimizer is not None and like.state.groups:
+        groups = _groups(source, like.state.groups, str(like.root), notes)
+        state = replace(state, groups=groups, scheduler=_scheduler(source, like, groups, notes))
+    return replace(source, notes=notes, state=state)
+
+
 def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source:
     """The source with the experts, names, keys, param groups and further values of a run.
 
@@ -73,14 +101,9 @@ def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source
     notes.add(
         Fate.NOTE, f"keys, param groups and settings of the optimizer: those of the run that goes on, as in {like.root}"
     )
-    state = source.state
-    if source.optimizer is not None and like.state.groups:
-        groups = _groups(source, like.state.groups, str(like.root), notes)
-        state = replace(state, groups=groups, scheduler=_scheduler(source, like, groups, notes))
-    state = replace(state, other=_other(source, like, notes))
-    return replace(
-        source, notes=notes, state=state, family=replace(ModuleState.needed(source).base(), laid_out=laid_out)
-    )
+    source = _in_groups_of_run(source, like, notes)
+    state = replace(source.state, other=_other(source, like, notes))
+    return replace(source, state=state, family=replace(ModuleState.needed(source).base(), laid_out=laid_out))
 
 
 def _check_same_model(source: Source, like: Source) -> None:
@@ -140,7 +163,8 @@ def _groups(source: Source, run: tuple[ParamGroup, ...], whose: str, notes: Repo
             for key, ours, theirs in _different(of[name], group) if name in of else ():
                 changed[key, ours, theirs] = changed.get((key, ours, theirs), 0) + 1
         at = _reached(next(iter(reached.values()))) if reached else {}
-        scalars = tuple(key for key in group.scalars if key in at) or ((STEP,) if STEP in at else ())
+        counted = (STEP,) if STEP in at and STEP not in group.fields else ()
+        scalars = tuple(key for key in group.scalars if key in at) or counted
         settings = {key: value for key, value in group.fields.items() if key not in group.scalars}
         made.append(ParamGroup({**settings, **at}, group.expert, group.params, scalars))
         if not reached and group.params:

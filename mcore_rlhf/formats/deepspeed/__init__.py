@@ -33,7 +33,8 @@ class DeepSpeedFormat(Format):
 
     name = "deepspeed"
     holds_adapters = True
-    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.ZERO_STAGE, Takes.DTYPE)
+    takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.ZERO_STAGE, Takes.DTYPE, Takes.LIKE)
+    deals_groups = True
     tracker = LATEST
     tags = True
 

@@ -19,7 +19,8 @@ class UniversalFormat(Format):
 
     name = "universal"
     holds_adapters = True
-    takes = (Takes.PATTERNS,)
+    takes = (Takes.PATTERNS, Takes.LIKE)
+    deals_groups = True
     tracker = LATEST
     markers = (LATEST, ZERO)
     joins = "latest"
