@@ -48,7 +48,7 @@ from .option_types import (
     size,
     text,
 )
-from .read_options import RULES_ROW, VOCABULARY_ROW
+from .read_options import DESCRIPTION_ROW, RULES_ROW, VOCABULARY_ROW
 from .read_options import ReadOptions as ReadOptions
 from .store_options import StoreOptions as StoreOptions
 
@@ -196,12 +196,7 @@ class WriteOptions(FormatOptions):
         takes=Takes.ZERO_STAGE,
         default="the source's",
     )
-    reference_config: str | None = option(
-        FOLDER,
-        "The model's Hugging Face folder, or its config.json.",
-        group=LAYOUT,
-        more="What [another family](../how-to/convert-between-megatron-and-deepspeed.md) needs; an adapter's `adapter_config.json`.",
-    )
+    reference_config: str | None = field(default=None, metadata={"option": DESCRIPTION_ROW})
     like: str | None = option(
         FOLDER,
         "A checkpoint that the trainer itself wrote, or its run: what depends on that run is as there.",

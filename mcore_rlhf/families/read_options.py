@@ -6,7 +6,23 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.models.spec import Rules
 
-from .option_types import COUNT, LAYOUT, NAME, NAMES, READING, RULES, SAFETY, SOURCE, Option, flag, number, option, text
+from .option_types import (
+    COUNT,
+    FOLDER,
+    LAYOUT,
+    NAME,
+    NAMES,
+    PLANNING,
+    READING,
+    RULES,
+    SAFETY,
+    SOURCE,
+    Option,
+    flag,
+    number,
+    option,
+    text,
+)
 
 RULES_ROW = Option(
     RULES,
@@ -14,6 +30,14 @@ RULES_ROW = Option(
     group=SOURCE,
     more="See [rules](../how-to/write-rules.md).",
     commands=(*READING, "adopt"),
+)
+DESCRIPTION_ROW = Option(
+    FOLDER,
+    "The model's Hugging Face folder, or its config.json.",
+    name="reference_config",
+    group=LAYOUT,
+    more="What [another family](../how-to/convert-between-megatron-and-deepspeed.md) needs; an adapter's `adapter_config.json`.",
+    commands=(*PLANNING, "diff"),
 )
 VOCABULARY_ROW = Option(COUNT, "True number of words, where args lack it.", group=LAYOUT)
 
@@ -24,7 +48,7 @@ class ReadOptions:
 
     Args:
         optimizer: Whether the optimizer is read at all; without it, its files may be missing or damaged.
-        described_by: The folder, or file, of the model's ``config.json``, where a conversion was given one.
+        described_by: The folder, or file, of the model's ``config.json``, where somebody gives one; a conversion's is its target's.
         values: Whether anybody asks what is in tensors, and not only whether they are whole.
     """
 
@@ -68,5 +92,5 @@ class ReadOptions:
         commands=READING,
     )
     optimizer: bool = True
-    described_by: str | None = None
+    described_by: str | None = field(default=None, metadata={"option": DESCRIPTION_ROW})
     values: bool = True

@@ -255,6 +255,7 @@ class Source:
         unplaced: Values in its files of which the reader does not know what they are; see :class:`.inventory.Unplaced`.
         digests: SHA-256 of files, by path, as a list in the checkpoint says that it should be; ``verify`` holds them against it.
         origin: What it was in another family and has no place for in this one; it waits in :mod:`.sidecar` for the way back.
+        told: The model's ``config.json`` as whoever opened it was given it; nothing of its own.
     """
 
     format: str
@@ -280,6 +281,7 @@ class Source:
     unplaced: tuple[str, ...] = ()
     digests: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
 
 
 def below(source: Source, root: ReadablePath) -> Source:

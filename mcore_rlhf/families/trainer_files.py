@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pt import read_pt
 
 from .source import StoredFile
@@ -43,6 +43,10 @@ class RunFiles:
         loader: The state of torchdata's ``StatefulDataLoader``, which every rank writes under the same name; empty where there is none.
         registered: A pattern of files in which a script's own objects have their states; empty where there are none.
         unscheduled: What its loader does where there is no schedule beside an optimizer.
+        optimizers: Patterns of what has an optimizer, where optimizer, schedule and random states are written together, and counters
+            always; none where a script decides.
+        schedulers: Those of them that have the schedule in them, or may.
+        called: A pattern of the names of its folders; empty where a script decides.
     """
 
     format: str
@@ -58,6 +62,9 @@ class RunFiles:
     loader: str = ""
     registered: str = ""
     unscheduled: str = ""
+    optimizers: tuple[str, ...] = ()
+    schedulers: tuple[str, ...] = ()
+    called: str = ""
 
     def lie_in(self, folder: ReadablePath) -> bool:
         """Whether schedule or random states lie in a folder under these names."""
@@ -90,6 +97,25 @@ class RunFiles:
         if numbers:
             return [self.of_rank.format(rank=rank) for rank in numbers]
         return [self.alone] if (folder / self.alone).is_file() else []
+
+    def gone(self, folder: ReadablePath) -> list[str]:
+        """What is written together with files that a folder has, and is not there: names of files, or ``the optimizer``."""
+        if not self.optimizers:
+            return []
+        optimizer, scheduled, counted, scheduler = (
+            any(next(iter(folder.glob(pattern)), None) is not None for pattern in patterns)
+            for patterns in (self.optimizers, self.schedulers, (self.counters,), (self.scheduler,))
+        )
+        ranks = {*self._numbers(folder)}
+        random = bool(ranks) or (folder / self.alone).is_file()
+        more, called = (optimizer, scheduler, random), re.fullmatch(self.called, absolute(folder).name)
+        if not any(more) or not (counted or (called and all(more))):  # a model alone, or another's files
+            return []
+        wanted = {
+            "the optimizer": optimizer, self.scheduler: scheduler or scheduled or not optimizer, self.counters: counted,
+            self.alone: random, self.of_rank.format(rank=1): ranks != {0},
+        }  # fmt: skip
+        return [name for name, there in wanted.items() if not there]
 
     def read_rng(self, folder: ReadablePath, stubs: Sequence[str]) -> tuple[tuple[RankStates, ...], list[StoredFile]]:
         """Each rank's random states, by generator, and the files that have them.
@@ -125,6 +151,8 @@ TRANSFORMERS: RunFiles = RunFiles(
     "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_{rank}.pth",
     {"random": "python", "numpy": "numpy", "cpu": "cpu", "cuda": "cuda"},
     unscheduled="without which the trainer does not load its optimizer, and says nothing",
+    optimizers=("*optimizer*", "latest", "global_step*"), schedulers=("latest", "global_step*"),
+    called=r"checkpoint-\d+",
 )  # fmt: skip
 ACCELERATE: RunFiles = RunFiles(
     "hf-accelerate", "A folder of accelerate's ``save_state``: weights, ``optimizer.bin``, ``random_states_0.pkl``.",

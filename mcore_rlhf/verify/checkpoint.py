@@ -108,7 +108,7 @@ def _verified(
         return _by_manifest(verdict, path, depth, progress, begin)
     try:
         source = open_checkpoint(path, replace(options, values=False), partial=True)
-        more = beside(source, options.stubs, verdict.problems)
+        more = beside(source, options.stubs, verdict.problems, listed=verdict.manifest)
         source.files = (*source.files, *more)
         read_checksums(source.files)
         verdict.source = source

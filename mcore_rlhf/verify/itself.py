@@ -56,15 +56,20 @@ _NOT_LOOKED_AT = (
 )  # fmt: skip
 
 
-def beside(source: Source, stubs: Collection[str], problems: Problems) -> tuple[StoredFile, ...]:
+def beside(
+    source: Source, stubs: Collection[str], problems: Problems, *, listed: bool = False
+) -> tuple[StoredFile, ...]:
     """The files of an opened checkpoint that its reader did not open, with the checksums that they carry.
 
     Args:
         source: As it was opened.
         stubs: Further classes that may become inert stubs.
-        problems: Told of every file that is damaged.
+        problems: Told of every file that is damaged, or missing.
+        listed: Whether a manifest says which files there are.
     """
     _look_for_ranks(source, problems)
+    if not listed:
+        _look_for_gone(source, problems)
     names = [item.path for item in _left(source) if item.reason not in _NOT_LOOKED_AT]
     return tuple(itself(source.root, names, stubs, problems))
 
@@ -84,6 +89,15 @@ def _look_for_ranks(source: Source, problems: Problems) -> None:
             problems.add(
                 Incomplete, text, "Each node writes the files of its own ranks: bring those of all nodes together."
             )
+
+
+def _look_for_gone(source: Source, problems: Problems) -> None:
+    """See that beside the files of a run that its trainer writes together there are the others."""
+    for row in ROWS if ModuleState.of(source) is not None else ():
+        for name in row.gone(source.root):
+            text = f"{source.root}: {name} is missing, and files are there that its trainer writes together with it"
+            advice = "Copy it from where it was written, or use an older step; --to hf takes the weights alone."
+            problems.add(Incomplete, text, advice)
 
 
 def _left(source: Source) -> Iterator[Leftover]:

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.cli.comparing import compare_facts
+from mcore_rlhf.convert import ConvertOptions, Progress, convert
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Settings
 from mcore_rlhf.verify.checkpoint import verify
+from mcore_rlhf.verify.differ import Tolerance
 from tests.trainers import lab as labs
 from tests.trainers.lessons import SIZES, Step
 
@@ -112,6 +115,30 @@ def test_who_does_not_say_how_heads_lie_gets_the_weights_alone(lab: Lab, tmp_pat
         convert(step, tmp_path / "out", ConvertOptions(to="deepspeed", write=told))
     source = open_checkpoint(lab.trained("qwen3")[0] / "step-3", ReadOptions())
     assert source.states == ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_its_run_is_compared_with_what_became_of_it(lab: Lab, case: str) -> None:
+    """As ``diff --reference-config`` does: in all states, under one's names, though the other has others and its heads as one."""
+    step, config = lab.trained(case)[0] / "step-3", lab.config(case)
+    there = lab.made(step, f"{case} compared", "universal", reference_config=config)
+    told = ReadOptions(described_by=config)
+    pair = [open_checkpoint(path, told) for path in (step, there)]
+    found = compare_facts(*pair, Tolerance(), None, Progress())
+    assert found["equal"], found
+    assert found["tensors"] == 4 * len(pair[1].model.params) or found["tensors"] == 3 * len(pair[1].model.params)
+    _change_one_moment(there)
+    assert not compare_facts(*(open_checkpoint(path, told) for path in (step, there)), Tolerance(), None, Progress())[
+        "equal"
+    ]
+
+
+def _change_one_moment(root: Path) -> None:
+    file = next(root.glob("*/zero/*k_proj.weight/exp_avg.pt"))
+    held = torch.load(file, weights_only=False)
+    held["param"][-1, -1] += 1
+    torch.save(held, file)
+    (root / "mcore_rlhf.json").unlink()
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3"])

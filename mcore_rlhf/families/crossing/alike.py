@@ -11,6 +11,7 @@ from mcore_rlhf.families.source import Source
 from .description import EMBEDDING, known_description
 from .packing import repacked
 from .to_huggingface import to_huggingface
+from .torchtitan import of_torchtitan, with_other_names
 
 
 def alike(a: Source, b: Source) -> tuple[Source, Source]:
@@ -20,9 +21,11 @@ def alike(a: Source, b: Source) -> tuple[Source, Source]:
         a, b: Opened checkpoints.
 
     Raises:
-        CheckpointError: Megatron's model has no names in the other family.
+        UsageError: One has torchtitan's own names, and nothing says how many heads the model has.
+        CheckpointError: A model has no names in the other family.
     """
     a, b = _same_model(a, b), _same_model(b, a)
+    a, b = _same_names(a, b), _same_names(b, a)
     if (a.family.names, b.family.names) == (MegatronState.names, ModuleState.names):
         a = to_huggingface(a, WriteOptions(vocab_size=_words(b)))
         return a, _unpacked(b, a)
@@ -42,13 +45,25 @@ def _same_model(source: Source, other: Source) -> Source:
     return source
 
 
+def _same_names(source: Source, other: Source) -> Source:
+    """One with torchtitan's own names under Hugging Face's, where the other has not the same."""
+    own = of_torchtitan(source) if ModuleState.of(source) is not None else ""
+    if not own or (ModuleState.of(other) is not None and of_torchtitan(other) == own):
+        return source
+    return with_other_names(source, _description(source, other))
+
+
+def _description(source: Source, other: Source) -> dict[str, object]:
+    """The model's ``config.json``; the other one may have to say which architecture it is."""
+    nothing = WriteOptions()
+    return known_description(source, nothing) or known_description(other, nothing)
+
+
 def _unpacked(source: Source, other: Source) -> Source:
-    """The source as on disk; the other one may have to say which architecture it is."""
+    """The source as on disk."""
     if not source.family.names == other.family.names == ModuleState.names:
         return source
-    nothing = WriteOptions()
-    config = known_description(source, nothing) or known_description(other, nothing)
-    return repacked(source, config, packs_experts=False)
+    return repacked(source, _description(source, other), packs_experts=False)
 
 
 def _words(source: Source) -> int | None:

@@ -181,7 +181,7 @@ def known_description(source: Source, options: WriteOptions) -> dict[str, object
     """
     if options.reference_config is not None:
         return read_config(options.reference_config)
-    return dict(source.family.config or FormerFamily.of(source).config)
+    return dict(source.family.config or FormerFamily.of(source).config or source.told)
 
 
 def description(source: Source, options: WriteOptions) -> dict[str, object]:
