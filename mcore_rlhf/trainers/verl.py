@@ -5,7 +5,8 @@ Source: verl b178a3c, ``verl/trainer/ppo/ray_trainer.py`` (``_save_checkpoint``,
 1dda039 for the layout with ``model``, ``optimizer`` and ``extra``, and 0.9.1, ``verl/utils/megatron_utils.py``
 (``get_model_dist_checkpoint_path``, …; ``make_megatron_module``: no overlap), ``verl/workers/engine/megatron/transformer_impl.py``
 (``use_dist_checkpointing``: without it the weights are those of ``model/huggingface``). ``fully_reshardable`` its loader cannot load beside
-weights in ``torch_dist``: see ``loaders/verl_megatron.py``.
+weights in ``torch_dist``: see ``loaders/verl_megatron.py``. 0.9.1, ``verl/workers/engine/{automodel,torchtitan}/transformer_impl.py``
+(``save_checkpoint``): ``actor/{model,optim}``; ``step-N`` beside ``data.pt``, of whichever role saved last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRAINER = Trainer(
     steps=("global_step_{step}",),
     marks=(
         "data.pt", "*/fsdp_config.json", "*/model_world_size_*_rank_*.pt", "*/dist_ckpt", "*/ckpt_contents.json", "*/model/dist_ckpt",
-        "*/model/huggingface", "*/optimizer/dist_ckpt",
+        "*/model/huggingface", "*/optimizer/dist_ckpt", "*/optim/.metadata", "step-*/.metadata",
     ),
     roles={"actor": ("actor",), "critic": ("critic",)},
     tracker="latest_checkpointed_iteration.txt",

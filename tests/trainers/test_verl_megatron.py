@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.run_folders import SPLIT_MODEL
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import verify
 from tests.trainers import lab as labs
 
@@ -119,6 +124,31 @@ def test_verl_goes_on_with_experts_that_have_an_optimizer_of_their_own(lab: Lab)
     root, _ = lab.convert(run, "verl", "experts-same", ep=2, dp=2)
     do = [("load", root / "global_step_3" / "actor"), ("train", 2)]
     assert lab.carry_out(2, do, **{**CASES["experts"], "seed": 7}) == wanted
+
+
+@pytest.mark.parametrize("kind", ["alone", "whole"])
+def test_adapters_that_are_trained_on_megatron(lab: Lab, kind: str) -> None:
+    """With a bridge verl saves the adapter alone, and loads it from ``model/dist_ckpt``: it was said that the loader stops."""
+    root, how = lab.folder / f"lora-{kind}", {"parallel": {"tp": 2}, "lora": kind}
+    run = root / "global_step_3" / "actor"
+    seen = lab.carry_out(2, [("train", 3), ("save", run), ("train", 2)], **how)
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    assert verify(run, ReadOptions()).intact
+    assert lab.carry_out(2, [("load", run), ("train", 2)], **how) == seen[3:]
+    told = Settings({"actor_rollout_ref.actor.megatron.use_dist_checkpointing": kind == "whole"})
+    found = forecast(root, loader_named("verl")[0], told)
+    assert {one.thing: one.row.outcome for one in found.roles["actor"]}[Thing.WEIGHTS] is Outcome.RESTORED
+    target = lab.folder / f"lora-{kind}-megatron"
+    options = ConvertOptions(to="megatron", fsync=False, workers=1, write=WriteOptions())
+    if kind == "alone":
+        with pytest.raises(Unsupported, match="holds an adapter"):
+            convert(run, target, options)
+        shutil.rmtree(run / SPLIT_MODEL)
+        found = forecast(root, loader_named("verl")[0], told)
+        assert {one.thing: one.row.outcome for one in found.roles["actor"]}[Thing.WEIGHTS] is Outcome.REFUSED
+    else:
+        assert convert(run, target, options).lossless
+        assert lab.carry_out(2, [("load", target), ("train", 2)], **how, seed=7) == seen[3:]
 
 
 def test_the_layout_of_0_7_is_read_and_becomes_that_of_0_9(lab: Lab) -> None:

@@ -6,12 +6,16 @@ optimizer and schedule are megatron-core's own, on the stand-ins for a GPU of :m
 files are saved and loaded by mbridge's own bridge, which is told the names of norms that are modules of their own. The random generators
 of this process alone are saved, as verl does: no device's. For 0.7.0, a class of transformers that newer releases lack has another one in
 its place, and a field of newer releases of megatron-core, which it cannot write as JSON, is empty.
+Adapters are those of ``tests.reference.bridge_jobs``; of Megatron-Bridge, which needs a GPU's toolchain, the filter of their names is ours.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from mcore_rlhf.demo.trainer import Trainer
@@ -49,7 +53,8 @@ class Run:
     def __init__(self, orders: dict[str, Any]) -> None:
         parallel = Parallel(**orders["parallel"])
         training = Training(seed=orders["seed"], optimizer=orders.get("optimizer", "distributed"))
-        self.trainer = Trainer(model_of(orders), parallel, training)
+        make = with_adapters if orders.get("lora") else Trainer
+        self.trainer = make(model_of(orders), parallel, training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
         self.trainer.config.inference_cuda_graph_scope = None
         self.orders = orders
@@ -73,6 +78,39 @@ class Run:
             self.manager.load_checkpoint(path)
 
 
+def with_adapters(model: TinyGPT, parallel: Parallel, training: Training) -> Trainer:
+    """The trainer of a model whose adapters alone are trained, which Megatron-Bridge would have put there."""
+    from mcore_rlhf.demo import trainer
+    from tests.reference import bridge_jobs
+
+    building = trainer.build_chunk
+    trainer.build_chunk = lambda *args: bridge_jobs._adapted(building(*args))
+    try:
+        return Trainer(model, parallel, training)
+    finally:
+        trainer.build_chunk = building
+
+
+class Adapters:
+    """What verl asks of Megatron-Bridge to save an adapter's description, without which there is none: see ``save_hf_adapter``."""
+
+    def save_hf_adapter(self, model: Any, folder: str, peft: Any) -> None:
+        from tests.reference.bridge_jobs import ALPHA, RANK
+
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        parts = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": parts}
+        Path(folder, "adapter_config.json").write_text(json.dumps(said))
+
+
+def keep_adapters(state: dict[str, Any], peft: Any) -> dict[str, Any]:
+    """``apply_peft_adapter_filter_to_state_dict`` of Megatron-Bridge, which is not there."""
+    own = {
+        key: {name: one for name, one in state[key].items() if ".adapter." in name} for key in state if "model" in key
+    }
+    return {**state, **own}
+
+
 def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
     from transformers import LlamaConfig
@@ -88,11 +126,21 @@ def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
         "load_contents": orders.get("load_contents", contents), "save_contents": contents, "async_save": False,
     }  # fmt: skip
     hf = LlamaConfig.from_pretrained(orders["base"]) if "base" in orders else LlamaConfig(vocab_size=128)
-    bridge = bridge_of(hf, trainer, orders["base"]) if "base" in orders else None
+    lora = orders.get("lora")
+    bridge = Adapters() if lora == "alone" else bridge_of(hf, trainer, orders["base"]) if "base" in orders else None
+    if lora:
+        module = ModuleType("megatron.bridge.training.checkpointing")
+        module.apply_peft_adapter_filter_to_state_dict = keep_adapters  # type: ignore[attr-defined]
+        sys.modules |= {
+            "megatron.bridge": ModuleType(""),
+            "megatron.bridge.training": ModuleType(""),
+            module.__name__: module,
+        }
     return MegatronCheckpointManager(
         config, OmegaConf.create(checkpoint), hf, trainer.config, "actor", trainer.chunks, "LlamaForCausalLM", hf,
         trainer.config.params_dtype, False, None, trainer.optimizer, trainer.scheduler, True,
         use_checkpoint_opt_param_scheduler=orders.get("schedule", True), use_dist_checkpointing=bridge is None, bridge=bridge,
+        provider=bridge if lora else None, peft_cls=object() if lora and not orders.get("base too") else None,
     )  # fmt: skip
 
 

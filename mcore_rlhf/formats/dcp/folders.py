@@ -67,17 +67,20 @@ def is_checkpoint(path: ReadablePath) -> bool:
 _SPLIT = {
     "weights": "optimizer",
     "weights/model": "optimizer/optim",
+    "model": "optim",
     r"pytorch_model_fsdp_(\d{1,18})": r"optimizer_\1",
 }
 """Trainers that save the optimizer in a folder of its own: what the model's is called, and the optimizer's beside it.
 
 Source: NeMo-RL ``nemo_rl/utils/native_checkpoint.py`` (``save_checkpoint``) at 00cb7b5, below ``step_N/policy``; nemo_automodel 0.4.0
-``components/checkpoint/checkpointing.py`` (``save_model``, ``save_optimizer``), below the same in NeMo-RL's DTensor v2, where the model's
-are DCP files or, by default, safetensors in pieces; accelerate 1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``,
+``components/checkpoint/checkpointing.py`` (``save_model``, ``save_optimizer``), below the same in NeMo-RL's DTensor v2, and as it names
+them in verl 0.9.1's ``workers/engine/automodel`` (``save_checkpoint``), where the model's are DCP files or, by default, safetensors in
+pieces; accelerate 1.15 ``utils/fsdp_utils.py`` (``save_fsdp_model``,
 ``save_fsdp_optimizer``), below a ``Trainer``'s ``checkpoint-N``.
 """
 
-
+_ANYBODYS = "model"
+"""A name that a role may have as well: what is called so is the model of a checkpoint only where an optimizer lies beside it."""
 NEMO_APART = ("weights", "optimizer")
 """As a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
 NEMO_RL, OF_RLINF = "nemo-rl", "rlinf"
@@ -93,9 +96,10 @@ def is_apart(path: ReadablePath) -> bool:
 
 def _split(path: ReadablePath) -> ReadablePath | None:
     """The model's folder below one that has it and the optimizer's side by side; pieces are a folder of their own without one."""
-    for name in ("weights", "weights/model", "pytorch_model_fsdp_0"):
+    for name in ("weights", "weights/model", "pytorch_model_fsdp_0", _ANYBODYS):
         folder = path / name
-        if is_dcp(folder) or (has_pieces(folder) and optimizer_beside(folder) is not None):
+        alone = name != _ANYBODYS and is_dcp(folder)
+        if alone or ((is_dcp(folder) or has_pieces(folder)) and optimizer_beside(folder) is not None):
             return folder
     return None
 

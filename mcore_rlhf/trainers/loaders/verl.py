@@ -102,6 +102,26 @@ _KEYS = (
 )  # fmt: skip
 
 
+_AUTOMODEL = both(has("model/*"), has("optim/.metadata"))
+_TITAN = has("step-*/.metadata")
+_ENGINES = (
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _REFUSED, "{file} {wrong}: loading it fails",
+        "workers/engine/{automodel,torchtitan}/transformer_impl.py (load_checkpoint)",
+        lambda seen: (_AUTOMODEL(seen) or _TITAN(seen)) and broken("model/*", "optim/*", "step-*/*")(seen)),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _RESTORED, "model/ and optim/, where the engine is automodel",
+        "workers/engine/automodel/transformer_impl.py (load_checkpoint)", _AUTOMODEL),
+    Habit((Thing.SCHEDULER,), _RESTORED, "with the optimizer, where the engine is automodel",
+        "workers/engine/automodel/transformer_impl.py (load_checkpoint)", lambda seen: _AUTOMODEL(seen) and seen.held.scheduler),
+    Habit((Thing.SCHEDULER,), _ANEW, "optim/ has none", "workers/engine/automodel/transformer_impl.py (load_checkpoint)", _AUTOMODEL),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _RESTORED, "step-N/ in the step's own folder, where the engine is torchtitan",
+        "workers/engine/torchtitan/transformer_impl.py (load_checkpoint)", _TITAN),
+    Habit((Thing.RNG,), _ANEW, "this engine saves no random states",
+        "workers/engine/{automodel,torchtitan}/transformer_impl.py (save_checkpoint)",
+        lambda seen: _AUTOMODEL(seen) or _TITAN(seen)),
+)  # fmt: skip
+"""Engines that have checkpoints of their own; veomni's are rank files as FSDP's are."""
+
+
 ROWS = rows_of(
     "verl 0.9.1, verl/",
     Habit(EVERYTHING, _ANEW, "resume_mode is disable: nothing is loaded", _IN_DRIVER,
@@ -110,6 +130,7 @@ ROWS = rows_of(
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
     *_KEYS,
+    *_ENGINES,
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, "neither files of ranks nor dist_ckpt are there",
         _IN_FSDP, lambda seen: not _FSDP(seen) and not verl_megatron.ON_MEGATRON(seen)),
     *verl_megatron.ROWS,

@@ -50,6 +50,20 @@ def _says(name: str) -> Callable[[Seen], bool]:
 
 
 _BESIDE = _says("megatron.use_dist_checkpointing")
+_ADAPTERS = f"{SPLIT_WEIGHTS}/adapter/*"
+"""What a bridge leaves beside an adapter that is trained, and saved in ``torch_dist`` without its base."""
+
+
+def _adapted(seen: Seen) -> bool:
+    """An adapter is trained, whose weights are asked of ``torch_dist`` and its base's of the model that the run begins with."""
+    return seen.has(_ADAPTERS) and seen.settings.number("model.lora.rank") != 0
+
+
+def _by_ranks(seen: Seen) -> bool:
+    """Weights are asked of ``torch_dist``, all or an adapter's."""
+    return _BESIDE(seen) or _adapted(seen)
+
+
 _KEEPS_SCHEDULE = _says("optim.use_checkpoint_opt_param_scheduler")
 
 
@@ -144,7 +158,7 @@ def _behind_weights(seen: Seen) -> bool:
 
 def _bridged(seen: Seen) -> bool:
     """Weights are asked of Hugging Face's folder."""
-    return bool(ON_MEGATRON(seen)) and not _BESIDE(seen)
+    return bool(ON_MEGATRON(seen)) and not _by_ranks(seen)
 
 
 def _undescribed(seen: Seen) -> object:
@@ -191,7 +205,9 @@ def _part(things: tuple[Thing, ...], part: str, line: str) -> tuple[Habit, ...]:
 
 
 def _of_model(rows: tuple[Habit, ...]) -> tuple[Habit, ...]:
-    return tuple(Habit(row.things, row.outcome, row.why, row.source, both(_BESIDE, row.when), row.ran) for row in rows)
+    return tuple(
+        Habit(row.things, row.outcome, row.why, row.source, both(_by_ranks, row.when), row.ran) for row in rows
+    )
 
 
 ROWS = (
@@ -243,6 +259,8 @@ ROWS = (
         both(lambda seen: any("lr_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_common(_OPTIMIZER))),
              without(_common(_OPTIMIZER), *WEIGHT_DECAY, inside="lr_scheduler/")), True),
     Habit((Thing.WEIGHTS,), _RESTORED, SPLIT_MODEL, _LINE.format("918"), both(ON_MEGATRON, _BESIDE), True),
+    Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_MODEL}: the adapter's; its base's are those of model.path", _LINE.format("918"),
+        both(ON_MEGATRON, _adapted), True),
     Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_WEIGHTS}, by a bridge", _LINE.format("940"), ON_MEGATRON, True),
     Habit(OF_OPTIMIZER, _RESTORED, _OPTIMIZER, _LINE.format("946"), ON_MEGATRON, True),
     Habit((Thing.SCHEDULER,), _RESTORED, f"lr_scheduler in {_OPTIMIZER}", _LINE.format("962"), ON_MEGATRON, True),

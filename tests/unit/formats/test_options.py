@@ -23,7 +23,6 @@ from tests.helpers.option_tables import TARGETS, titles, written
 PAGE = option_tables.PAGE.read_text(encoding="utf-8")
 INTERNAL = {
     "read.optimizer",
-    "read.described_by",
     "read.values",
     "run.read",
     "run.write",
