@@ -14,7 +14,8 @@ they find under the path, and need a file or a folder of their own there. So thi
 
 Source: lightning 2.6.6, ``fabric/plugins/io/{checkpoint_io,torch_io}.py``; ``pytorch/strategies/strategy.py`` (``save_checkpoint`` and
 ``remove_checkpoint`` call it on global rank 0, ``load_checkpoint`` on every rank), ``pytorch/strategies/fsdp.py``;
-``pytorch/trainer/connectors/checkpoint_connector.py`` (``resume_start``; an empty checkpoint restores nothing);
+``pytorch/trainer/connectors/checkpoint_connector.py`` (``resume_start``; an empty checkpoint restores nothing; the digits of every name
+with ``hpc_ckpt_`` in it are a number to go on from), ``pytorch/trainer/connectors/signal_connector.py`` (``_slurm_sigusr_handler_fn``);
 ``pytorch/tuner/lr_finder.py`` and ``pytorch/strategies/launchers/multiprocessing.py`` (names that begin with a dot, for a moment).
 """
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +59,7 @@ SEAM = Seam(
 )
 SEAM.check(TorchCheckpointIO)
 _SHOWN = 5
+_OF_SLURM = re.compile(r"hpc_ckpt_(\d+)\.ckpt")
 
 
 class _Nothing(dict[str, Any]):
@@ -158,6 +161,8 @@ class CommittedCheckpointIO(TorchCheckpointIO):
             self._loaded = None if beside.root.trainer.step_of(folder.name) is None else folder
             self._own.add(folder)
             return _file_in(beside, folder)
+        if _OF_SLURM.fullmatch(place.name) and not place.exists():
+            return self._of_slurm(place)
         if place.is_file() or place.suffix == ".ckpt":
             return place
         steps = self._steps_of(place)
@@ -167,6 +172,15 @@ class CommittedCheckpointIO(TorchCheckpointIO):
             return None
         self._own.add(found)
         return _file_in(steps, found)
+
+    def _of_slurm(self, place: Path) -> Path | None:
+        """What a requeued job goes on from: Lightning's number for it has digits of what a kill left aside, if the last save was killed.
+
+        That is its newest save on a signal that was committed, or else the newest intact step there.
+        """
+        self._tags.check(place.parent, place.name)  # which cleans up
+        found = {int(one[1]): one[0] for one in map(_OF_SLURM.fullmatch, sorted(os.listdir(place.parent))) if one}
+        return self._chosen(place.parent / found[max(found)] if found else place.parent)
 
     def remove_checkpoint(self, path: Any) -> None:
         """As Lightning's own, which calls it on rank 0 alone; but a step stays as long as no newer one is committed.

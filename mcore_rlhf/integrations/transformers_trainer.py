@@ -9,13 +9,15 @@
 The files in ``checkpoint-N`` are Trainer's own, and its own resume reads them with or without this package. Importing this module imports
 neither transformers nor TRL.
 
-Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``_get_output_dir``, ``_push_from_checkpoint``); TRL 1.16.0,
+Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``_get_output_dir``, ``_push_from_checkpoint``),
+``trainer_jit_checkpoint.py`` (``execute_jit_checkpoint``, with ``enable_jit_checkpoint`` after SIGTERM, at any step); TRL 1.16.0,
 ``trainer/grpo_trainer.py``, which writes into the folder of ``_get_output_dir`` after ``super()._save_checkpoint``.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +26,7 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager import trainer_held
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+from mcore_rlhf.storage.beneath import remove_beneath, remove_empty
 
 from .seam import Seam
 
@@ -38,6 +41,7 @@ SEAM = Seam(
     },
 )
 _T = TypeVar("_T")
+_MARK = "checkpoint-is-incomplete.txt"
 if TYPE_CHECKING:
     _Trainer: Any = object
 else:
@@ -108,6 +112,7 @@ class Committing(_Trainer):
             finally:
                 self._aside = None
 
+        self._clear(self._steps, name)
         best = self.state.best_global_step
         path = self._steps.save(
             step, write, within=True, metrics=self._measured(), protect=() if best is None else (best,)
@@ -117,6 +122,15 @@ class Committing(_Trainer):
         if path is not None and self._to_push:
             super()._push_from_checkpoint(str(path))
         return None
+
+    def _clear(self, steps: TrainerSteps, name: str) -> None:
+        """Take away what Trainer lays where a step goes, to say that it is not whole, before it saves after SIGTERM: ours is whole or not
+        there. Where the step was saved before, that lies in it."""
+        steps.world.barrier(f"save {name}")  # each rank lays it
+        if steps.world.is_rank0:
+            with suppress(OSError):  # else there is something that no step takes the place of, which the save says
+                remove_beneath(steps.root.path / name, _MARK)
+                remove_empty(steps.root.path / name)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)

@@ -45,6 +45,7 @@ from mcore_rlhf import (
 )
 from mcore_rlhf.manager.rlhf.prompts import sample_seed
 from mcore_rlhf.manager.rlhf.rollouts import SampleKey
+from mcore_rlhf.manager.run.snapshot import Role
 
 GROUP, BATCH, AHEAD, PROMPTS, SEED, WORKERS = 4, 4, 3, 24, 7, 2
 MAX_STALENESS = 6
@@ -170,12 +171,16 @@ class Trainer:
         self.groups: dict[tuple[int, int], dict[int, Rollout]] = {}
         self.prompts: dict[tuple[int, int], Prompt] = {}
 
+    def roles(self) -> dict[str, Role]:
+        return {"actor": self.engine}
+
+    def options(self) -> ManagerOptions:
+        return ManagerOptions(save=EverySteps(3), keep=Retention((KeepLast(2),)), fsync=False, catch_signals=False)
+
     def run(self) -> None:
-        keep = Retention((KeepLast(2),))
-        options = ManagerOptions(save=EverySteps(3), keep=keep, fsync=False, catch_signals=False)
         root = self.folder / "root"
         with CheckpointManager(
-            root, {"actor": self.engine}, data=self.sampler, state=self.state, options=options
+            root, self.roles(), data=self.sampler, state=self.state, options=self.options()
         ) as manager:
             manager.load("auto")
             self.journal = RolloutJournal(root, max_staleness=MAX_STALENESS)
@@ -296,14 +301,16 @@ class Supervisor:
     folder: Path
     kills: int
     rng: random.Random
+    trainer: Callable[[Path], Trainer] = Trainer
+    worker: Callable[[Path, str], None] = work
     pids: dict[str, int] = field(default_factory=dict)
     died: dict[str, float] = field(default_factory=dict)
 
     def start(self) -> None:
-        mains: dict[str, Callable[[], None]] = {"trainer": lambda: Trainer(self.folder).run()}
+        mains: dict[str, Callable[[], None]] = {"trainer": lambda: self.trainer(self.folder).run()}
         for number in range(WORKERS):
             name = f"worker-{number}"
-            mains[name] = lambda name=name: work(self.folder, name)  # type: ignore[misc]
+            mains[name] = lambda name=name: self.worker(self.folder, name)  # type: ignore[misc]
         for name in mains.keys() - self.pids.keys():
             self.pids[name] = forked(mains[name], self.folder / "errors")
 
@@ -322,7 +329,7 @@ class Supervisor:
         choices = {"trainer": ["trainer"], "worker": [], "both": ["trainer", *workers]}
         done = dict.fromkeys(choices, 0)
         (self.folder / "root").mkdir(parents=True)
-        Trainer(self.folder)  # imports what is imported when it is needed, once for all
+        self.trainer(self.folder)  # imports what is imported when it is needed, once for all
         self.start()
         for _ in range(self.kills):
             time.sleep(self.rng.choice([0.15, 0.4, 0.9]) * (0.3 + self.rng.random()))

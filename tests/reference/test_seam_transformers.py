@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.trainer_jit_checkpoint import CheckpointManager as JitManager
 
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, StorageError, Unsupported, UsageError
 from mcore_rlhf.integrations.transformers_trainer import StepOptions, attach, with_checkpoints
@@ -184,6 +187,42 @@ def test_the_best_step_is_named_by_its_place(tmp_path: Path) -> None:
         state = json.loads((path / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == str(tmp_path / f"checkpoint-{state['best_global_step']}")
     assert state["best_global_step"] in steps(tmp_path)
+
+
+@pytest.mark.parametrize("stopped_at", [3, 4], ids=["between two saves", "where it has just saved"])
+def test_sigterm_saves_where_trainer_marks_the_steps_place(
+    tmp_path: Path, whole: tuple[Path, hf_runs.Seen], monkeypatch: pytest.MonkeyPatch, stopped_at: int
+) -> None:
+    """``enable_jit_checkpoint`` lays a file where the step goes, or into the one that is there, before it calls for a save."""
+    done = iter(range(1, 100))
+    plain, before = transformers.Trainer.training_step, signal.getsignal(signal.SIGTERM)
+
+    def stepped(self: Any, *args: Any, **named: Any) -> Any:
+        if next(done) == stopped_at + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *args, **named)
+
+    monkeypatch.setattr(transformers.Trainer, "training_step", stepped)
+    monkeypatch.setattr(JitManager, "_sigterm_handler", lambda self, *frame: self._enable_checkpoint())  # without its 3 s
+    try:
+        train(tmp_path, enable_jit_checkpoint=True)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped_at in steps(tmp_path)
+    assert set(steps(tmp_path).values()) == {"committed"}
+    marks = list(tmp_path.rglob("checkpoint-is-incomplete.txt"))
+    assert not marks, "what says that a step is not whole lies in one that is"
+    named = str(tmp_path / f"checkpoint-{stopped_at}")
+    assert train(tmp_path, 2, named) == whole[1][stopped_at:]
+
+
+def test_a_mark_that_a_kill_left_is_no_step(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=2, save_steps=1)
+    marked = tmp_path / "checkpoint-3" / "checkpoint-is-incomplete.txt"
+    marked.parent.mkdir()
+    marked.write_text("Checkpoint started at step 3 and in progress...")
+    train(tmp_path, 2, "auto", save_steps=1)
+    assert steps(tmp_path) == dict.fromkeys((1, 2, 3, 4, 5), "committed")
 
 
 @pytest.mark.parametrize("on_error", ["raise", "continue"])

@@ -89,6 +89,18 @@ def test_killed_and_gone_on_with(runs: Runs) -> None:
     assert len([*(runs.folder / "c").glob("*.ckpt")]) == 5, "each once"
 
 
+def test_killed_in_slurms_own_save_and_requeued(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning takes the digits of what is left aside for the number of a save that is there."""
+    alone = runs.seen("whole", "a")
+    for name in ("NTASKS", "JOB_ID", "JOB_NAME", "LOCALID", "NODEID", "PROCID"):
+        monkeypatch.setenv(f"SLURM_{name}", "1" if name in ("NTASKS", "JOB_ID") else "0")
+    assert runs("signalled", "b")[0] == -9
+    assert any(".hpc_ckpt_1.ckpt.partial" in path.name for path in (runs.folder / "b").iterdir())
+    assert runs.seen("requeued", "b") == alone[4:]
+    assert not [path for path in (runs.folder / "b").iterdir() if "hpc_ckpt_" in path.name]
+    assert set(runs.steps("b").values()) == {"committed"}
+
+
 def test_a_damaged_step_is_passed_over_or_refused(runs: Runs) -> None:
     alone = runs.seen("whole", "a")
     for name in (SIX, "epoch=1-step=8.ckpt", TEN):

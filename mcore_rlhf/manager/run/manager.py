@@ -183,7 +183,7 @@ class CheckpointManager:
         """What to do after a step; nothing, where ranks have lost each other and the run is to go on: at the next one they meet again."""
         try:
             self.world.meet(asking=False)
-            return self._decisions.at(step, last)
+            return self._decisions.at(step, last, self._saver.is_due())
         except Incomplete as error:
             if self.options.on_error == "raise":
                 raise
@@ -352,23 +352,27 @@ class Decisions:
         """Put the handlers back that were there before."""
         self._signals.restore()
 
-    def at(self, step: int, last: bool) -> Decision:
+    def at(self, step: int, last: bool, is_due: bool) -> Decision:
         """What to do after a step. Collective: a signal at any one rank counts for all.
 
         Args:
             step: Steps that are done.
             last: Whether this was the last one.
+            is_due: Whether a save that failed on this rank is to be tried again now.
         """
-        number = self._agreed_signal()
+        number, again = self._agreed(is_due)
         point = self.clock.at(step, signalled=number, last=last)
         reason = self._policy.wants(point) if self._world.is_rank0 else None
+        if again and reason is None:
+            reason = "the last save failed"
         return Decision(self._world.broadcast(reason), stop=number != 0)
 
-    def _agreed_signal(self) -> int:
+    def _agreed(self, is_due: bool) -> tuple[int, bool]:
+        """The signal that any rank has received, and whether a save is due on any."""
         numbers = self._signals.signals
         self._signals.noticed = self._signals.received != 0
-        flags = self._world.any_rank([self._signals.received == number for number in numbers])
-        return next((int(number) for number, flag in zip(numbers, flags, strict=True) if flag), 0)
+        *flags, again = self._world.any_rank([*(self._signals.received == number for number in numbers), is_due])
+        return next((int(number) for number, flag in zip(numbers, flags, strict=True) if flag), 0), again
 
 
 def _with_defaults(policy: SavePolicy) -> SavePolicy:

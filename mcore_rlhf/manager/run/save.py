@@ -36,6 +36,7 @@ from .world import World, raisable
 from .write import Earlier
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NOTICE_S = 1.0
 """How long a rank may take to notice that another one has failed, where all that it does is wait."""
 
@@ -56,6 +57,8 @@ class Saver:
         hold: Sees, on the rank that commits, that this run still has the root to itself.
         mirror: Sends committed steps away, on the rank that commits.
         unsaved: Why the last save failed, where training went on without; None where it did not fail.
+
+    What was copied in waves is there no more when it fails, so a save of that kind is tried again with what there is at a later step.
     """
 
     root: Path
@@ -72,6 +75,9 @@ class Saver:
     _job: SaveJob | None = None
     _last: int = -1
     _wanted: str = ""
+    _in_waves: bool = False
+    _tried: int = 0
+    _failed_at: float = math.inf
     _host_memory: HostStaging | None = None
     _behind: Fence | None = None
     _background: Background = field(init=False)
@@ -99,7 +105,7 @@ class Saver:
         try:
             self._save(step, metrics, blocking, transaction)
         except Exception as error:
-            if not self._is_endured(error):
+            if not (self._comes_again(step, error, "tried again at a later step") or self._is_endured(error)):
                 raise
             self._lost(step, error)
             return
@@ -122,6 +128,7 @@ class Saver:
             if not blocking:  # otherwise nothing runs while it is written
                 self._share_memory(snapshot)
                 self.world.on_all_ranks(f"copying step {step}", partial(self._copy, snapshot))
+            self._see_waves(snapshot, failed)
         except BaseException as error:
             self._staging.give_back()
             opened.abort(word_of(self.world, error))
@@ -138,7 +145,7 @@ class Saver:
             provenance=self.options.provenance,
             ours=partial(self._note, step),
             then=partial(self._after, step),
-            retries=self.options.save_retries,
+            retries=0 if self._in_waves else self.options.save_retries,
             begin=self._begin,
             make_room=partial(self._make_room, step),
             earlier=self._earlier,
@@ -157,6 +164,38 @@ class Saver:
             "save", step, stall_s=now - started, copy_s=now - copied_at, bytes=nbytes, world=self.world.size
         )
 
+    def _see_waves(self, snapshot: Snapshot, failed: BaseException | None) -> None:
+        """Whether any rank copies in waves: then none of them tries again behind training.
+
+        Raises:
+            BaseException: That is so, and the first attempt has failed already.
+        """
+        self._in_waves = False
+        if self.options.max_host_memory is not None and self.options.save_retries:
+            (self._in_waves,) = self.world.any_rank([snapshot.stream is not None and snapshot.stream.wraps])
+        if self._in_waves and failed is not None:
+            raise failed
+
+    def _comes_again(self, step: int, error: Exception, how: str) -> bool:
+        """Whether a save that failed is tried again with what there is at a later step; on all ranks alike."""
+        if not self._in_waves or isinstance(error, UsageError) or self._tried == self.options.save_retries:
+            self._tried = 0
+            return False
+        self._tried += 1
+        self.unsaved = error
+        text = f"{in_a_line(error)}; {how} ({self._tried} of {self.options.save_retries})"
+        self.reporter.say("retry", step, text, attempt=self._tried)
+        return True
+
+    def is_due(self) -> bool:
+        """Whether a save has failed on this rank that is to be tried again with what there is now."""
+        failed = self._in_waves and (self.unsaved is not None and self._tried > 0 and not self._background.busy)
+        if self._in_waves and self._tried < self.options.save_retries and self._background.ended_within(0):
+            failed = failed or self._background.error is not None
+        now = time.monotonic()
+        self._failed_at = min(self._failed_at, now) if failed else math.inf
+        return now >= self._failed_at + min(_FIRST_PAUSE_S * 2**self._tried, _LONGEST_PAUSE_S)
+
     def before_step(self) -> None:
         """See :meth:`~.manager.CheckpointManager.before_step`."""
         if self._behind is not None:
@@ -167,9 +206,12 @@ class Saver:
         try:
             self._wait()
         except Exception as error:
-            if not self._is_endured(error):
-                raise
-            LOG.warning("rank=%d: training goes on: %s", self.world.rank, in_a_line(error))
+            self._go_on(error)
+
+    def _go_on(self, error: Exception) -> None:
+        if not self._is_endured(error):
+            raise error
+        LOG.warning("rank=%d: training goes on: %s", self.world.rank, in_a_line(error))
 
     def finish(self) -> None:
         """Wait for the last save; its error is raised in any case: no training is left that could go on.
@@ -315,7 +357,13 @@ class Saver:
                     f"step {step} is not saved: the one before is still being written\n"
                     "Save less often (mcore-rlhf interval computes how often), or let it wait (on_busy='wait')."
                 )
-        self.wait()
+        try:
+            self._wait()
+        except Exception as error:
+            if not self._comes_again(step, error, f"tried again as step {step}"):
+                self._go_on(error)
+        if self.unsaved is None:
+            self._tried = 0
 
     def _prepared(self, step: int, transaction: str | None) -> Transaction:
         """The step's transaction: every rank's is that of rank 0."""
