@@ -125,7 +125,8 @@ class Committing(_Trainer):
 
     def _clear(self, steps: TrainerSteps, name: str) -> None:
         """Take away what Trainer lays where a step goes, to say that it is not whole, before it saves after SIGTERM: ours is whole or not
-        there. Where the step was saved before, that lies in it."""
+        there. Where the step was saved before, that lies in it.
+        """
         steps.world.barrier(f"save {name}")  # each rank lays it
         if steps.world.is_rank0:
             with suppress(OSError):  # else there is something that no step takes the place of, which the save says

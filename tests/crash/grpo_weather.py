@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fcntl
 import gc
 import json
 import logging
 import os
 import random
-import re
 import threading
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +25,11 @@ from mcore_rlhf import EverySteps, KeepLast, ManagerOptions, Retention, TorchEng
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.snapshot import Role
+from mcore_rlhf.storage.manifest import check
 from tests.crash.async_grpo import Supervisor, Trainer, work
 from tests.faults.disk import EVERY, WRITING, Disk
 
-HANGS_S = 1.5
+HANGS_S, WIDTH = 1.5, 1500
 _clock = time.time
 
 
@@ -57,7 +57,12 @@ def weather(disk: Disk, folder: Path, rng: random.Random) -> None:
             if kind == "full":
                 disk.arm(1, rng.choice([errno.ENOSPC, errno.EDQUOT]), WRITING, many=-1)
             elif kind == "fails":
-                disk.arm(rng.randint(1, 60), rng.choice([errno.EIO, errno.ESTALE, errno.EACCES]), EVERY, many=rng.choice([1, 3, 40]))
+                disk.arm(
+                    rng.randint(1, 60),
+                    rng.choice([errno.EIO, errno.ESTALE, errno.EACCES]),
+                    EVERY,
+                    many=rng.choice([1, 3, 40]),
+                )
             elif kind == "stale":
                 disk.arm(1, errno.ESTALE, "open,stat,opendir,readdir", many=-1)
             elif kind == "hangs":
@@ -77,7 +82,7 @@ class Weathered(Trainer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.reference = TorchEngine(torch.nn.Linear(64, 64))
+        self.reference = TorchEngine(torch.nn.Linear(WIDTH, WIDTH))  # 9 MiB: more than the least that waves go through
         self.events: list[str] = []
 
     def roles(self) -> dict[str, Role]:
@@ -89,17 +94,16 @@ class Weathered(Trainer):
             "save_retries": pick([0, 1, 3]),
             "save_timeout": pick([None, 0.5, 1.0]),
             "lazy_snapshot": pick([False, True]),
-            "max_host_memory": pick([None, 4096, 1 << 20]),
+            "max_host_memory": pick([None, 4096, 1 << 30]),
             "link_unchanged": pick([False, True]),
             "fsync": pick([False, True]),
             "asynchronous": pick([True, True, False]),
             "on_error": pick(["continue", "continue", "raise"]),
         }
-        given = dict(self.picked)
-        if given["max_host_memory"] is not None and NO_WAVES_AND_RETRIES:
-            given["save_retries"] = 0
         keep = Retention((KeepLast(2),))
-        return ManagerOptions(save=EverySteps(1), keep=keep, catch_signals=False, on_event=self._note, timeout=5, **given)  # type: ignore[arg-type]
+        return ManagerOptions(
+            save=EverySteps(1), keep=keep, catch_signals=False, on_event=self._note, timeout=5, **self.picked
+        )
 
     def _note(self, event: object) -> None:
         self.events.append(str(event))
@@ -147,7 +151,11 @@ class Weathered(Trainer):
             time.sleep(0.1)
         if threads or descriptors:
             with (self.folder / "leaks").open("a") as file:
-                file.write(f"{os.getpid()} {self.picked} {status}: {threads} {descriptors}\n" + "\n".join(self.events[-8:]) + "\n")
+                file.write(
+                    f"{os.getpid()} {self.picked} {status}: {threads} {descriptors}\n"
+                    + "\n".join(self.events[-8:])
+                    + "\n"
+                )
 
 
 def work_in_weather(folder: Path, name: str) -> None:
@@ -179,26 +187,22 @@ class Rough(Supervisor):
     def _tear(self) -> None:
         """What a power failure leaves behind what was confirmed: zeros, noise, half a record; of dead producers."""
         for path in (self.folder / "root" / "journal").glob("*.seg"):
-            import fcntl
-
             try:
                 with path.open("ab") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    file.write(self.rng.choice([bytes(self.rng.randint(1, 5000)), os.urandom(self.rng.randint(1, 300))]))
+                    file.write(
+                        self.rng.choice([bytes(self.rng.randint(1, 5000)), os.urandom(self.rng.randint(1, 300))])
+                    )
             except (BlockingIOError, FileNotFoundError):
                 continue
 
     def _check(self) -> None:
         """No step is listed that is not intact."""
-        from mcore_rlhf.manager.run.steps import listed
-        from mcore_rlhf.storage.manifest import check
-        from mcore_rlhf.manager.run.steps import read_manifest
-
         if "trainer" in self.pids:
             return
-        for step in listed(self.folder / "root"):
+        for step in steps.listed(self.folder / "root"):
             if step.state == "committed":
-                found = check(step.path, read_manifest(step.path), sizes_only=False).found
+                found = check(step.local, steps.read_manifest(step.local), sizes_only=False).found
                 if found:
                     raise SystemExit(f"step {step.step}: {found}")
 
@@ -217,7 +221,6 @@ class Rough(Supervisor):
         raise SystemExit("the trainer does not end")
 
 
-NO_WAVES_AND_RETRIES = True
 ROUGH = False
 
 if __name__ == "__main__":

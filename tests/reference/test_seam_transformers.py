@@ -203,7 +203,9 @@ def test_sigterm_saves_where_trainer_marks_the_steps_place(
         return plain(self, *args, **named)
 
     monkeypatch.setattr(transformers.Trainer, "training_step", stepped)
-    monkeypatch.setattr(JitManager, "_sigterm_handler", lambda self, *frame: self._enable_checkpoint())  # without its 3 s
+    monkeypatch.setattr(
+        JitManager, "_sigterm_handler", lambda self, *frame: self._enable_checkpoint()
+    )  # without its 3 s
     try:
         train(tmp_path, enable_jit_checkpoint=True)
     finally:

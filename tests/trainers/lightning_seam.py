@@ -2,7 +2,8 @@
 
 Jobs: ``alone`` (Lightning's own files), ``whole``, ``killed`` (in the middle of the save of step 6), ``failed`` (the disk is full at step
 6, and it goes on), ``resumed``, ``last`` (from ``last.ckpt``), ``export`` (from step 10, which is saved under another name), ``STEP`` (from
-that step), ``signalled`` (SLURM's signal that the job is requeued, at step 5, and killed in the middle of that save) and ``requeued``. With ``torchrun``'s variables it is DDP. What every step saw, and what was said, is written as JSON.
+that step), ``signalled`` (by SLURM, before step 6; killed in the middle of that save) and ``requeued``. With ``torchrun``'s variables it
+is DDP. What every step saw, and what was said, is written as JSON.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def main(job: str, folder: str, result: Path) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", max_steps=LAST, callbacks=[callback],
-        plugins=[] if job == "alone" else [CommittedCheckpointIO(options(job)), *of_slurm], default_root_dir=folder, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
+        plugins=[] if job == "alone" else [CommittedCheckpointIO(options(job)), *of_slurm], default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     model = Model()
     model.signalled_at = 6 if job == "signalled" else 0

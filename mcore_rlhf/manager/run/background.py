@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from mcore_rlhf.errors import StorageError
+from mcore_rlhf.errors import Incomplete, StorageError
 from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.waiting import waiting_for
 
 from .options import LOG
+from .world import World
 
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_NOTICE_S = 1.0
+"""How long a rank may take to notice that another one has failed, where all that it does is wait."""
 _LOOK_S = 0.25
 """How often a job is looked at that may have to be given up."""
 
@@ -140,6 +146,25 @@ class Background:
     def close(self) -> None:
         """Nothing will be started any more."""
         atexit.unregister(self._guard)
+
+
+def wait_together(world: World, background: Background) -> None:
+    """Wait until the jobs of all ranks have ended; or, where one has failed, for a while. Collective.
+
+    They ask each other how far they are, and the answers of all decide, so that all stop at once.
+    """
+    pause, failed_at = _FIRST_POLL_S, math.inf
+    while True:
+        ended, now = background.ended_within(pause), time.monotonic()
+        error = background.error if ended else None
+        waited = background.hung or isinstance(error, Incomplete)  # a time-out has passed already
+        flags = [not ended, error is not None, waited, now - failed_at > world.timeout, now - failed_at > _NOTICE_S]
+        running, failed, waited, late, noticed = world.any_rank(flags)
+        if not running or late or (waited and noticed):
+            return
+        if (failed or waited) and failed_at == math.inf:
+            failed_at = now
+        pause = min(2 * pause, _LONGEST_POLL_S)
 
 
 def _at_exit(background: Background) -> None:

@@ -130,7 +130,7 @@ class ManagerOptions:
         on_error: What a save is that fails: an error that the next call raises (``raise``), or an event, after which training goes on
             (``continue``); then :meth:`~.manager.CheckpointManager.close` alone raises it, if no save has succeeded since.
         save_retries: How often a save that failed is tried again behind training, after 1 s, 2 s, 4 s and so on; the same on all ranks.
-            A copy that went in waves (``max_host_memory``) is there no more: then the next ``maybe_save`` after so long saves what there is.
+            A copy that went in waves (``max_host_memory``) is not there any more: the next ``maybe_save`` after so long saves what is.
         save_timeout: Seconds for which a save may make no progress on a rank. After that it is left to itself, and the next one starts
             afresh. None for no limit. It should be longer than the file system takes to sync one file.
         lazy_snapshot: Whether what no forward or backward pass changes (parameters, optimizer states) is copied behind these passes, and
@@ -206,8 +206,8 @@ class ManagerOptions:
                 text = f"max_host_memory: expected a number of bytes, found {self.max_host_memory!r}"
                 problems.add(UsageError, text)
             if self.save_retries and self.worlds is not None:
-                text = "save_retries: with max_host_memory, a copy in waves is tried again at a later step, and other worlds (worlds) cannot "
-                problems.add(UsageError, f"{text}know that they are to save there as well; choose one")
+                text = "save_retries: with max_host_memory, a copy in waves is tried again at a later step, and other worlds (worlds) "
+                problems.add(UsageError, f"{text}cannot know that they are to save there as well; choose one")
         if not callable(getattr(self.save, "wants", None)):
             problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
         problems.raise_if_any()

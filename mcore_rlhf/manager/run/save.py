@@ -19,11 +19,12 @@ from ..rlhf.consumed import consumed_by
 from ..rlhf.journal import RolloutJournal
 from ..rlhf.journal_files import has_journal
 from . import retention, steps
-from .background import Background, Left
+from .background import Background, Left, wait_together
 from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
 from .fence import Fence
 from .job import SaveJob, is_full, word_of
+from .later import Later
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
@@ -34,11 +35,6 @@ from .staging import HostStaging, needed
 from .steps import Step
 from .world import World, raisable
 from .write import Earlier
-
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-_NOTICE_S = 1.0
-"""How long a rank may take to notice that another one has failed, where all that it does is wait."""
 
 
 @dataclass(slots=True)
@@ -57,8 +53,6 @@ class Saver:
         hold: Sees, on the rank that commits, that this run still has the root to itself.
         mirror: Sends committed steps away, on the rank that commits.
         unsaved: Why the last save failed, where training went on without; None where it did not fail.
-
-    What was copied in waves is there no more when it fails, so a save of that kind is tried again with what there is at a later step.
     """
 
     root: Path
@@ -75,18 +69,17 @@ class Saver:
     _job: SaveJob | None = None
     _last: int = -1
     _wanted: str = ""
-    _in_waves: bool = False
-    _tried: int = 0
-    _failed_at: float = math.inf
     _host_memory: HostStaging | None = None
     _behind: Fence | None = None
     _background: Background = field(init=False)
     _asking: Background = field(init=False)
+    _later: Later = field(init=False)
     _journal: RolloutJournal | None = None
 
     def __post_init__(self) -> None:
         self._asking = Background(f"an answer from {self.root}")
         self._background = Background(f"the save into {self.root}")
+        self._later = Later(self.options, self.reporter)
 
     @property
     def _staging(self) -> HostStaging:
@@ -105,9 +98,11 @@ class Saver:
         try:
             self._save(step, metrics, blocking, transaction)
         except Exception as error:
-            if not (self._comes_again(step, error, "tried again at a later step") or self._is_endured(error)):
-                raise
-            self._lost(step, error)
+            if not self._later.takes(step, error):
+                if not self._is_endured(error):
+                    raise
+                self._lost(step, error)
+            self.unsaved = error
             return
         if blocking:
             self.wait()
@@ -128,7 +123,9 @@ class Saver:
             if not blocking:  # otherwise nothing runs while it is written
                 self._share_memory(snapshot)
                 self.world.on_all_ranks(f"copying step {step}", partial(self._copy, snapshot))
-            self._see_waves(snapshot, failed)
+            self._later.begins(self._goes_in_waves(snapshot))
+            if failed is not None and self._later.in_waves:
+                raise failed
         except BaseException as error:
             self._staging.give_back()
             opened.abort(word_of(self.world, error))
@@ -145,7 +142,7 @@ class Saver:
             provenance=self.options.provenance,
             ours=partial(self._note, step),
             then=partial(self._after, step),
-            retries=0 if self._in_waves else self.options.save_retries,
+            retries=self._later.retries,
             begin=self._begin,
             make_room=partial(self._make_room, step),
             earlier=self._earlier,
@@ -164,37 +161,14 @@ class Saver:
             "save", step, stall_s=now - started, copy_s=now - copied_at, bytes=nbytes, world=self.world.size
         )
 
-    def _see_waves(self, snapshot: Snapshot, failed: BaseException | None) -> None:
-        """Whether any rank copies in waves: then none of them tries again behind training.
-
-        Raises:
-            BaseException: That is so, and the first attempt has failed already.
-        """
-        self._in_waves = False
-        if self.options.max_host_memory is not None and self.options.save_retries:
-            (self._in_waves,) = self.world.any_rank([snapshot.stream is not None and snapshot.stream.wraps])
-        if self._in_waves and failed is not None:
-            raise failed
-
-    def _comes_again(self, step: int, error: Exception, how: str) -> bool:
-        """Whether a save that failed is tried again with what there is at a later step; on all ranks alike."""
-        if not self._in_waves or isinstance(error, UsageError) or self._tried == self.options.save_retries:
-            self._tried = 0
-            return False
-        self._tried += 1
-        self.unsaved = error
-        text = f"{in_a_line(error)}; {how} ({self._tried} of {self.options.save_retries})"
-        self.reporter.say("retry", step, text, attempt=self._tried)
-        return True
+    def _goes_in_waves(self, snapshot: Snapshot) -> bool:
+        """Whether the copy of any rank is there only once, where that matters."""
+        wraps = snapshot.stream is not None and snapshot.stream.wraps
+        return self._later.may_be_in_waves and self.world.any_rank([wraps])[0]
 
     def is_due(self) -> bool:
-        """Whether a save has failed on this rank that is to be tried again with what there is now."""
-        failed = self._in_waves and (self.unsaved is not None and self._tried > 0 and not self._background.busy)
-        if self._in_waves and self._tried < self.options.save_retries and self._background.ended_within(0):
-            failed = failed or self._background.error is not None
-        now = time.monotonic()
-        self._failed_at = min(self._failed_at, now) if failed else math.inf
-        return now >= self._failed_at + min(_FIRST_PAUSE_S * 2**self._tried, _LONGEST_PAUSE_S)
+        """Whether this rank has a save that failed, and is to be tried again with what there is now."""
+        return self._later.is_due(self._background.ended_within(0) and self._background.error is not None)
 
     def before_step(self) -> None:
         """See :meth:`~.manager.CheckpointManager.before_step`."""
@@ -263,7 +237,7 @@ class Saver:
         try:
             self.world.barrier("the end of the save", patience=3)
             with waiting_for(self._background.name):
-                self._poll()
+                wait_together(self.world, self._background)
         except Incomplete as lost:
             self._background.ended_within(
                 3 * self.world.timeout
@@ -291,27 +265,6 @@ class Saver:
         if job is None or limit is None or job.progress.still_s < limit:
             return None
         return job.give_up()
-
-    def _poll(self) -> None:
-        """Ask each other how far it is; the answers of all decide, so that all stop at once."""
-        pause, failed_at = _FIRST_POLL_S, math.inf
-        while True:
-            ended, now = self._background.ended_within(pause), time.monotonic()
-            error = self._background.error if ended else None
-            waited = self._background.hung or isinstance(error, Incomplete)  # a time-out has passed already
-            flags = [
-                not ended,
-                error is not None,
-                waited,
-                now - failed_at > self.world.timeout,
-                now - failed_at > _NOTICE_S,
-            ]
-            running, failed, waited, late, noticed = self.world.any_rank(flags)
-            if not running or late or (waited and noticed):
-                return
-            if (failed or waited) and failed_at == math.inf:
-                failed_at = now
-            pause = min(2 * pause, _LONGEST_POLL_S)
 
     def end_alone(self) -> None:
         """Wait for this rank's part of the last save, without the other ranks: they may not come."""
@@ -359,11 +312,10 @@ class Saver:
                 )
         try:
             self._wait()
+            self._later.ended_well()
         except Exception as error:
-            if not self._comes_again(step, error, f"tried again as step {step}"):
+            if not self._later.takes(step, error):
                 self._go_on(error)
-        if self.unsaved is None:
-            self._tried = 0
 
     def _prepared(self, step: int, transaction: str | None) -> Transaction:
         """The step's transaction: every rank's is that of rank 0."""

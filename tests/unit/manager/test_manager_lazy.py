@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.until_step import UntilStep
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.run import steps
+from mcore_rlhf.manager.run import job, later, steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.staging import HostStaging, StepFile
 from mcore_rlhf.manager.run.stream import Stream
+from mcore_rlhf.manager.run.world import Worlds
 from mcore_rlhf.manager.run.write import RankWriter
 from mcore_rlhf.storage import host_pool
 from tests.helpers.latest import copied_at_the_latest
@@ -343,10 +345,105 @@ def test_waves_take_no_more_memory_than_they_may(tmp_path: Path, lazy: bool) -> 
 
 
 def test_what_cannot_be_together_is_refused() -> None:
-    with pytest.raises(UsageError, match="cannot be tried again"):
-        ManagerOptions(max_host_memory=1 << 30, save_retries=1)
+    with pytest.raises(UsageError, match="other worlds"):
+        ManagerOptions(max_host_memory=1 << 30, save_retries=1, worlds=Worlds("actor", {"actor": 1, "critic": 1}))
     with pytest.raises(UsageError, match="max_host_memory: expected a number of bytes, found 0"):
         ManagerOptions(max_host_memory=0)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """While it is set, the disk refuses what is written after the first wave, and no folder is made."""
+    refuses, real, made = threading.Event(), os.pwrite, os.mkdir
+    refuses.opening = False  # type: ignore[attr-defined]
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if refuses.is_set() and offset > 5 * MIB:
+            raise OSError(5, "Input/output error")
+        return real(fd, data, offset)
+
+    def mkdir(path: Any, *args: Any, **named: Any) -> None:
+        if refuses.is_set() and refuses.opening and "partial" in str(path):  # type: ignore[attr-defined]
+            raise OSError(5, "Input/output error")
+        made(path, *args, **named)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    for module in (job, later):
+        monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
+    return refuses
+
+
+def after(manager: CheckpointManager, run: Run, first: int, until: str) -> tuple[int, str | None]:
+    """Train on until a save is made, or fails; at which step, and why."""
+    for step in range(first, first + 200):
+        run.step()
+        time.sleep(0.01)
+        if (reason := manager.maybe_save(step)) is not None:
+            return step, reason
+    raise AssertionError(f"{until}: no save")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "continue"])
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("opening", [True, False], ids=["that cannot begin", "that breaks off"])
+def test_a_save_in_waves_comes_again_with_what_there_is(
+    tmp_path: Path, refusing: Any, on_error: Any, lazy: bool, opening: bool
+) -> None:
+    run, heard = Run(width=1200), list[Event]()
+    run.step()
+    given = options(
+        lazy_snapshot=lazy, max_host_memory=9 * MIB, save_retries=3, on_error=on_error, on_event=heard.append
+    )
+    with run.manager(tmp_path, given) as manager:
+        refusing.opening = opening
+        refusing.set()
+        manager.save(1)
+        second, reason = after(manager, run, 2, "the first time")
+        assert reason == "the last save failed"
+        assert manager._saver._background.ended_within(20)
+        refusing.clear()
+        third, _ = after(manager, run, second + 1, "the second time")
+        run.passes()
+        manager.wait()
+        there = {name: value.clone() for name, value in run.model.state_dict().items() if name != "counts"}
+        assert manager.maybe_save(third + 1) is None
+        run.step()
+    assert [step.step for step in steps.committed(tmp_path)] == [third]
+    assert [int(event.values["attempt"]) for event in heard if event.kind == "retry"] == [1, 2]
+    again = Run(width=1200)
+    with again.manager(tmp_path, given) as manager:
+        manager.load(third)
+    assert all(
+        torch.equal(again.model.state_dict()[name], there[name]) for name in there if "0." in name or "2." in name
+    )
+
+
+def test_a_save_in_waves_that_always_fails_is_an_error_in_the_end(tmp_path: Path, refusing: Any) -> None:
+    run, heard = Run(width=1200), list[Event]()
+    given = options(max_host_memory=9 * MIB, save_retries=2, on_event=heard.append)
+    manager = run.manager(tmp_path, given)
+    refusing.set()
+    manager.save(1)
+    at, _ = after(manager, run, 2, "first")
+    assert manager._saver._background.ended_within(20)
+    after(manager, run, at + 1, "second")
+    with pytest.raises(StorageError, match="Input/output error"):
+        manager.close()
+    assert [event.kind for event in heard if event.kind != "save"] == ["failed", "retry", "failed", "retry", "failed"]
+
+
+def test_what_fits_is_tried_again_as_it_was(tmp_path: Path, refusing: Any) -> None:
+    run, heard = Run(width=1200), list[Event]()
+    run.step()
+    with run.manager(tmp_path, options(max_host_memory=99 * MIB, save_retries=9, on_event=heard.append)) as manager:
+        refusing.set()
+        manager.save(1)
+        run.step()
+        refusing.clear()
+        manager.wait()
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+    assert "retry" in {event.kind for event in heard}
 
 
 def test_a_stream_that_wraps_is_read_once() -> None:
