@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from mcore_rlhf.manager.run import job, retention
+from mcore_rlhf.manager.run import job, later, retention
 from mcore_rlhf.manager.run.failed import FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.options import Event
@@ -127,6 +127,34 @@ def fail_too_often(root: Path, victim: int) -> list[tuple[str, str]]:
         told.append(outcome(lambda: manager.save(2, blocking=True)))
     assert is_seed(values_of(root), 2, 1)
     return told
+
+
+def come_again(root: Path, victim: int, numel: int) -> tuple[int, list[str]]:
+    """A rank's disk refuses once in the midst of waves: at a later step all ranks save what there is then."""
+    left, retries, live = [1], list[str](), engine(1, numel)
+
+    def refuse_once() -> None:
+        if left:
+            left.clear()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def hear(event: Event) -> None:
+        retries.extend([event.text] if event.kind == "retry" else [])
+
+    later._FIRST_PAUSE_S, made, step = 0.1, None, 2
+    more = options(save_retries=2, max_host_memory=1, on_event=hear)
+    with (
+        CheckpointManager(root, live, options=more) as manager,
+        Replaced("pwrite", ".global_step_2.", refuse_once, victim),
+    ):
+        manager.save(step)
+        while made is None:
+            time.sleep(0.02)
+            step += 1
+            live.reset(step)
+            made = manager.maybe_save(step)
+    assert is_seed(values_of(root, numel), step, step, numel)
+    return step, retries
 
 
 def stand_still(root: Path, victim: int, call: str) -> Told:

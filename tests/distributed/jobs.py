@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mcore_rlhf.engines.base import LiveState, LoadRequest, PreparedLoad
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.rlhf.state import RlhfState
-from mcore_rlhf.manager.run import job
+from mcore_rlhf.manager.run import commit, job
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.storage import waiting
@@ -259,10 +259,11 @@ def _appear(paths: list[Path]) -> bool:
     return True
 
 
-def one_dies_in_the_background(root: Path, victim: int) -> tuple[str, str]:
+def one_dies_in_the_background(root: Path, victim: int, retries: int = 0) -> tuple[str, str]:
     """A rank is killed while its part is written."""
     live = engine(1)
-    manager = CheckpointManager(root, live, options=options(timeout=1.0))
+    commit._GRACE_S, job._FIRST_PAUSE_S = 0.1, 0.02
+    manager = CheckpointManager(root, live, options=options(timeout=1.0, save_retries=retries))
     manager.save(1, blocking=True)
     live.reset(2)
     if dist.get_rank() == victim:

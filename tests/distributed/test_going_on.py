@@ -53,6 +53,19 @@ def test_what_failed_once_is_saved(pool: WorkerPool, tmp_path: Path, victim: int
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_went_in_waves_comes_again(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
+    """9 MiB of each rank: more than the least that each is left."""
+    (first, said), (second, heard) = pool.run(
+        failed_saves.come_again, tmp_path, victim, 10 << 20, world_size=2, timeout=90
+    )
+    assert first == second
+    assert len(said) == len(heard) == 1
+    assert "at a later step (1 of 2)" in said[0]
+    assert there(tmp_path) == [first]
+    assert hidden(tmp_path) == []
+
+
 @pytest.mark.parametrize(("victim", "which"), [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)])
 def test_a_rank_that_gets_no_thread(pool: WorkerPool, tmp_path: Path, victim: int, which: int) -> None:
     """A container may have as many processes as it may: that step is lost, and nobody waits for what never began."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _FAILED = "failed-"
+_GRACE_S = 5.0
+"""How long somebody is waited for again who was waited for in vain, at a further attempt at the same save."""
+_COORDINATOR = "the coordinating rank"
 _REMOVAL_S = 5.0
 """How long removing a step's files may take."""
 
@@ -57,12 +60,14 @@ class Messages:
         timeout: Seconds to wait for a message.
         gone: Whether the whole transaction has ended, so that waiting is in vain.
         alive: Hears, while a message is waited for, that the file system has answered once more.
+        late: Who was waited for in vain, and may be dead: not waited for as long once more.
     """
 
     notes: Notes
     timeout: float
     gone: Callable[[], bool] = field(default=lambda: False)
     alive: Callable[[], None] = field(default=lambda: None)
+    late: set[str] = field(default_factory=set)
 
     def fail(self, who: str, error: BaseException) -> None:
         """Tell everybody that there will be no commit; never raises."""
@@ -84,21 +89,24 @@ class Messages:
             Stopped: A rank failed.
             Incomplete: It did not come in time.
         """
-        with waiting_for(f"{sender}, whose part has not come to {self.notes}; after {self.timeout:g} s it is given up"):
-            return self._awaited(name, sender)
+        limit = _patience(self.late, sender, self.timeout)
+        with waiting_for(f"{sender}, whose part has not come to {self.notes}; after {limit:g} s it is given up"):
+            return self._awaited(name, sender, limit)
 
-    def _awaited(self, name: str, sender: str) -> bytes:
-        end, pause = time.monotonic() + self.timeout, _FIRST_PAUSE
+    def _awaited(self, name: str, sender: str, limit: float) -> bytes:
+        end, pause = time.monotonic() + limit, _FIRST_PAUSE
         while (data := self.notes.get(name)) is None:
             self.alive()
             self.check()
             if time.monotonic() > end:
+                self.late.add(sender)
                 raise Incomplete(
-                    f"{sender} did not deliver its part ({name}) within {self.timeout:g} s\n"
+                    f"{sender} did not deliver its part ({name}) within {limit:g} s\n"
                     "It may hang or have died: look at its log. The step was not committed; older ones are untouched."
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        self.late.discard(sender)
         return data
 
     def hear(self, kind: type[T], name: str, sender: str) -> T:
@@ -120,6 +128,11 @@ class Messages:
             )
         if self.gone():
             raise Stopped("the save was given up by the coordinating rank; its log says why")
+
+
+def _patience(late: Collection[str], who: str, limit: float) -> float:
+    """How long to wait for somebody."""
+    return min(limit, _GRACE_S) if who in late else limit
 
 
 def why_it_vanished(messages: Messages, error: BaseException) -> Stopped | None:
@@ -208,6 +221,7 @@ class Transaction:
         timeout: Seconds to wait for others.
         fsync: Whether everything is on the disk before it appears.
         alive: Hears, while other ranks are waited for, that the file system has answered once more.
+        late: See :class:`Messages`; of all attempts at one save.
     """
 
     root: Path
@@ -217,6 +231,7 @@ class Transaction:
     timeout: float
     fsync: bool = True
     alive: Callable[[], None] = lambda: None
+    late: set[str] = field(default_factory=set)
     _publication: LocalPublication | None = None
 
     @property
@@ -236,7 +251,7 @@ class Transaction:
     @property
     def messages(self) -> Messages:
         """What ranks say to each other until the commit."""
-        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended, self.alive)
+        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended, self.alive, self.late)
 
     @property
     def _words(self) -> FolderNotes:
@@ -287,10 +302,8 @@ class Transaction:
             Incomplete: It has not, in time.
             Stopped: It has given up already.
         """
-        limit = patience * self.timeout
-        with waiting_for(
-            f"the coordinating rank, which has not begun {self.target}; after {limit:g} s the save is given up"
-        ):
+        limit = _patience(self.late, _COORDINATOR, patience * self.timeout)
+        with waiting_for(f"{_COORDINATOR}, which has not begun {self.target}; after {limit:g} s the save is given up"):
             self._begun(limit)
 
     def _begun(self, limit: float) -> None:
@@ -300,8 +313,10 @@ class Transaction:
             if (word := self._words.get(f"{WORD}{self.id}")) is not None:
                 raise Stopped(f"the save was given up by the coordinating rank: {word.decode(errors='replace')}")
             if time.monotonic() > end:
+                self.late.add(_COORDINATOR)
                 raise Incomplete(f"{self.folder}: the coordinating rank did not start the save within {limit:g} s")
             time.sleep(0.005)
+        self.late.discard(_COORDINATOR)
 
     def deliver(self, part: RankPart) -> None:
         """Say that this rank has written, and synced, everything."""
@@ -375,6 +390,7 @@ class Transaction:
                     return
                 raise
             if time.monotonic() > end:
+                self.late.add(_COORDINATOR)
                 raise Incomplete(f"{self.target}: was not committed within {patience:g} s\nLook at the log of rank 0.")
             time.sleep(0.01)
 

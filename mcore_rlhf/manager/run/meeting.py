@@ -39,7 +39,7 @@ class Meeting:
         shared = PrefixStore("mcore_rlhf", c10d._get_default_store())
         # Every rank makes its managers in the same order, as they are collective: so the ranks find each other's.
         self._store = PrefixStore(f"{shared.add(f'made by {rank}', 1)}", shared)
-        self._number = 0
+        self._number = self._met = 0
         self.broken = False
         self._group: Any = self._made()  # torch's stubs know of no backend what it can do
 
@@ -63,7 +63,7 @@ class Meeting:
         while self._store.check([f"broken/{self._number}"]):
             broken, self._number = True, self._number + 1
         if broken or self._group is None:
-            self._group = None  # its threads end
+            self._group, self._met = None, 0  # its threads end
             self._group = self._made()
         self.broken = False
 
@@ -76,9 +76,21 @@ class Meeting:
         """Wait until all ranks have come here.
 
         Raises:
-            RuntimeError: Some have not; which ones is said on rank 0.
+            RuntimeError: Some have not; :meth:`missing` says which.
         """
-        self._live().monitored_barrier(timedelta(seconds=seconds), True)
+        live, self._met = self._live(), self._met + 1
+        self._store.set(f"came/{self._rank}", f"{self._number} {self._met}")
+        live.monitored_barrier(timedelta(seconds=seconds), True)
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come to the last barrier that this one came to; none where nobody can say. Never raises."""
+        came: dict[int, tuple[int, int]] = {}
+        with suppress(RuntimeError):  # the rank that keeps the store may be one of them
+            for rank in range(self._size):
+                key = f"came/{rank}"
+                number, met = self._store.get(key).split() if self._store.check([key]) else (-1, 0)
+                came[rank] = int(number), int(met)
+        return [rank for rank, at in came.items() if at < (self._number, self._met)] if self._met else []
 
     def broadcast(self, value: T) -> T:
         """What rank 0 has."""

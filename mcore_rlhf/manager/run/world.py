@@ -125,7 +125,7 @@ class World:
             patience: How many times the time-out to wait.
 
         Raises:
-            Incomplete: Some did not come in time; rank 0 names them.
+            Incomplete: Some did not come in time; they are named.
         """
         if self.meeting is None:
             return
@@ -134,7 +134,7 @@ class World:
         except RuntimeError as error:
             self.meeting.breaks()
             raise Incomplete(
-                f"{self.name}: not all ranks came to {what} within {patience * self.timeout:g} s: {headline(str(error))}\n"
+                f"{self.name}: not all ranks came to {what} within {patience * self.timeout:g} s: {self._who_is_missing(error)}\n"
                 "Every rank must call it. Look at the logs of the ranks that are missing."
             ) from error
 
@@ -217,9 +217,16 @@ class World:
             if self.meeting is not None:
                 self.meeting.breaks()
             raise Incomplete(
-                f"{self.name}: another rank died, or did not come within {self.timeout:g} s: {headline(str(error))}\n"
+                f"{self.name}: another rank died, or did not come within {self.timeout:g} s: {self._who_is_missing(error)}\n"
                 "Every rank must make the same calls of the manager. Look at the logs of the other ranks."
             ) from error
+
+    def _who_is_missing(self, error: RuntimeError) -> str:
+        """The ranks that have not come, on every rank alike; what the group says of it, where nobody knows them."""
+        missing = [] if self.meeting is None else self.meeting.missing()
+        if not missing:
+            return headline(str(error))
+        return f"without rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
     def close(self) -> None:
         """Let go of the others."""

@@ -222,7 +222,7 @@ class RankWriter:
     def _contribute(self, file: StepFile) -> None:
         """Write this rank's pieces into a file that another rank has laid out."""
         self.progress.moved(file.path)
-        offsets = self.messages.hear(dict[str, int], f"layout-{_short(file.path)}", f"rank {file.live.writers[0]}")
+        offsets = self.messages.hear(dict[str, int], f"layout-{_short(file.path)}", f"rank {file.live.writers[0]:05d}")
         path = self.folder / file.path
         try:
             with Beneath(self.folder) as folder:
@@ -257,7 +257,7 @@ class RankWriter:
     def _finished(self, file: StepFile, writer: RecordFile, pieces: list[WrittenPiece], fsync: bool) -> FileEntry:
         self.progress.moved(file.path)
         for rank in file.live.writers[1:]:
-            theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank}")
+            theirs = self.messages.hear(list[WrittenPiece], f"pieces-{_short(file.path)}-{rank}", f"rank {rank:05d}")
             pieces += theirs
             taken = self.taken_from_others.get(file.path, 0)
             self.taken_from_others[file.path] = taken + sum(piece.nbytes for piece in theirs)

@@ -133,7 +133,7 @@ def test_ranks_that_overlap(tmp_path: Path) -> None:
 def test_a_rank_that_never_contributes(tmp_path: Path) -> None:
     (tmp_path / ".parts").mkdir()
     alone = RankWriter(tmp_path, 0, Messages(FolderNotes(tmp_path / ".parts"), 0.1), False)
-    with pytest.raises(Incomplete, match="rank 1 did not deliver its part") as failure:
+    with pytest.raises(Incomplete, match="rank 00001 did not deliver its part") as failure:
         alone.write([shared_file(0, 2, torch.zeros(NUMEL))])
     assert "within 0.1 s" in str(failure.value)
     assert not (tmp_path / "actor" / "v.pt").exists()
