@@ -17,7 +17,6 @@ Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +25,6 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager import trainer_held
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
-from mcore_rlhf.storage.beneath import remove_beneath, remove_empty
 
 from .seam import Seam
 
@@ -42,6 +40,7 @@ SEAM = Seam(
 )
 _T = TypeVar("_T")
 _MARK = "checkpoint-is-incomplete.txt"
+"""What Trainer lays where a step goes, on each rank, before it saves after SIGTERM."""
 if TYPE_CHECKING:
     _Trainer: Any = object
 else:
@@ -112,26 +111,15 @@ class Committing(_Trainer):
             finally:
                 self._aside = None
 
-        self._clear(self._steps, name)
         best = self.state.best_global_step
         path = self._steps.save(
-            step, write, within=True, metrics=self._measured(), protect=() if best is None else (best,)
+            step, write, within=True, metrics=self._measured(), protect=() if best is None else (best,), mark=_MARK
         )
         if path is None and self.state.best_global_step == step:
             self.state.best_model_checkpoint = None  # it was not saved
         if path is not None and self._to_push:
             super()._push_from_checkpoint(str(path))
         return None
-
-    def _clear(self, steps: TrainerSteps, name: str) -> None:
-        """Take away what Trainer lays where a step goes, to say that it is not whole, before it saves after SIGTERM: ours is whole or not
-        there. Where the step was saved before, that lies in it.
-        """
-        steps.world.barrier(f"save {name}")  # each rank lays it
-        if steps.world.is_rank0:
-            with suppress(OSError):  # else there is something that no step takes the place of, which the save says
-                remove_beneath(steps.root.path / name, _MARK)
-                remove_empty(steps.root.path / name)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)

@@ -242,7 +242,7 @@ def _clean_up(root: Path) -> None:
         LOG.info("%s", line)
     for path in root.glob(".*.tmp-*"):  # text that was about to be renamed
         with suppress(OSError):
-            if time.time() - path.lstat().st_mtime > _MOMENT_S and remove(path):
+            if age_s(path) > _MOMENT_S and remove(path):
                 LOG.info("removed %s: it was left behind", path)
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems, UsageError, headline
 from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.beneath import Beneath, make_folder, move, write_over
+from mcore_rlhf.storage.beneath import Beneath, make_folder, move, remove_beneath, remove_empty, write_over
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import local_path
@@ -188,6 +188,7 @@ class TrainerSteps:
         metrics: Mapping[str, float] | None = None,
         protect: Collection[int] = (),
         trackers: Collection[str] = (),
+        mark: str = "",
     ) -> Path | None:
         """Have the trainer write a step aside, and publish it.
 
@@ -199,6 +200,8 @@ class TrainerSteps:
             metrics: Numbers to keep with it, for retention of the best.
             protect: Steps that stay, whatever the rules say.
             trackers: Files beside the step by which the trainer finds it: they are kept in it, and laid into the root after the commit.
+            mark: A file that the trainer may have laid where the step goes, to say that it is not whole: it is taken away, as ours is
+                whole or not there.
 
         Returns:
             Where the step lies; None where the save failed and :attr:`StepOptions.on_error` is to go on.
@@ -209,6 +212,7 @@ class TrainerSteps:
         try:
             self._open()
             target = self.root.path / name if name else self.root.folder_of(step)
+            self._clear(target, mark)
             path = self._saved(step, target, write, (target.name if within else "", trackers), metrics or {})
         except Exception as error:  # whatever a trainer's own code raises
             self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
@@ -220,6 +224,15 @@ class TrainerSteps:
         if self.world.is_rank0:
             self._after(step, path, protect, trackers)
         return path
+
+    def _clear(self, target: Path, mark: str) -> None:
+        if not mark:
+            return
+        self.world.barrier(f"save {target.name}")  # each rank has laid it by then
+        if self.world.is_rank0:
+            with suppress(OSError):  # what is something else stays, and the save says so
+                remove_beneath(target, mark)
+                remove_empty(target)
 
     def publish(self, step: int, aside: Path, metrics: Mapping[str, float] | None = None) -> Path | None:
         """Publish a step that the trainer has written by itself into a folder of another name, on the same file system.

@@ -7,9 +7,11 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 from typing import TypeVar
 
 from ..errors import NotACheckpoint
+from .beneath import remove, write_new
 from .paths import ReadablePath, says_nothing
 
 T = TypeVar("T")
@@ -19,6 +21,23 @@ _PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, er
 _GAPS = (0.005, 0.02, 0.05)
 _LOOKS = 10
 _UNKNOWN = (0, 0)
+
+
+def age_s(path: Path) -> float:
+    """For how long a file has been as it is, by the clock of its file system alone: that of this host may be another, or jump.
+
+    Args:
+        path: It; a file is made beside it for a moment.
+
+    Raises:
+        OSError: Nobody can say.
+    """
+    beside = path.with_name(f".probe-{token_hex(8)}")
+    write_new(beside, b"")
+    try:
+        return beside.lstat().st_mtime - path.lstat().st_mtime
+    finally:
+        remove(beside)
 
 
 def patiently(action: Callable[[], T]) -> T:

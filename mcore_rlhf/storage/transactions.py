@@ -41,7 +41,7 @@ from ..errors import CheckpointError, Unreadable
 from .beneath import is_own, remove
 from .manifest import Manifest
 from .paths import storage_error
-from .patience import names_in
+from .patience import age_s, names_in
 
 MANIFEST_NAME = "mcore_rlhf.json"
 JOINED = "joined"
@@ -464,7 +464,7 @@ def _lock_of_the_dead(path: Path) -> int | None:
         owner = os.read(fd, 256).decode(errors="replace")
         if not is_own(path.parent, os.fstat(fd).st_uid):
             raise PermissionError(errno.EPERM, "is another user's", str(path))
-        foreign = not _is_ours(owner) and time.time() - path.stat().st_mtime < _FOREIGN_PATIENCE_S
+        foreign = not _is_ours(owner) and age_s(path) < _FOREIGN_PATIENCE_S
         if not foreign and _try_lock(fd) and os.fstat(fd).st_ino == path.stat().st_ino:
             return fd
     except OSError:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.storage import patience, transactions
 from mcore_rlhf.storage import publish as publish_module
-from mcore_rlhf.storage import transactions
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication, check_space, replace_text
 from mcore_rlhf.storage.transactions import Lock, Places, recover
@@ -278,6 +278,36 @@ def test_leftovers_of_another_host_are_left_alone_for_a_day(tmp_path: Path) -> N
     os.utime(places.lock, (0, 0))
     assert recover(tmp_path / "out") == [f"removed {places.staging}: it was left half-written"]
     assert names(tmp_path) == []
+
+
+def test_a_lock_of_another_host_ages_by_the_clock_of_its_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host's clock may be wrong by days, where the lock is held by one that the kernel does not know of."""
+    places = Places(tmp_path / "out", "1")
+    places.staging.mkdir()
+    places.lock.write_text("another-host")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 10 * 24 * 3600)
+    assert recover(tmp_path / "out") == []
+    os.utime(places.lock, (0, 0))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert recover(tmp_path / "out") == [f"removed {places.staging}: it was left half-written"]
+    assert names(tmp_path) == []
+
+
+def test_a_lock_whose_age_nobody_can_say_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = Places(tmp_path / "out", "1")
+    places.staging.mkdir()
+    places.lock.write_text("another-host")
+    os.utime(places.lock, (0, 0))
+
+    def full(*args: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(patience, "write_new", full)
+    assert recover(tmp_path / "out") == []
+    assert places.staging.is_dir()
 
 
 def test_a_requeued_job_takes_over_what_it_left_on_another_host(
