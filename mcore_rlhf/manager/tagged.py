@@ -31,6 +31,7 @@ from mcore_rlhf.storage.beneath import Beneath, make_folder, remove, write_over
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import canonical, local_path
+from mcore_rlhf.storage.patience import age_s
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.transactions import recover_in
 

@@ -20,6 +20,7 @@ from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.appending import Pace
 from tests.crash.async_grpo import GROUP, PROMPTS, expected, forked
+from tests.faults.disk import compiled
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +76,27 @@ def test_a_handful_of_kills(tmp_path: Path, rng: random.Random) -> None:
 @pytest.mark.timeout(1800)
 def test_a_hundred_kills(tmp_path: Path, rng: random.Random) -> None:
     history(tmp_path / "run", 100, rng, 1500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_in_rough_weather(tmp_path: Path, rng: random.Random) -> None:
+    """The disk fills up, fails and hangs under trainer and producers, clocks jump, journals are torn, and options differ by start."""
+    library, folder = compiled(tmp_path), tmp_path / "run"
+    if library is None:
+        pytest.skip("there is no C compiler for the disk that fails")
+    arguments = [str(folder), "--kills=25", f"--seed={rng.randrange(1 << 32)}", "--rough"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.grpo_weather", *arguments],
+        cwd=PROJECT, env={**os.environ, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("errors", "leaks"):
+        assert not (folder / name).exists(), (folder / name).read_text()[-3000:]
+    assert judge(folder) >= 1
+    found = {path.name for path in (folder / "root").iterdir() if not path.name.startswith("global_step_")}
+    assert found <= {".mcore_rlhf.lock", "journal", "latest_checkpointed_iteration.txt"}, "nothing is left behind"
 
 
 def produce(root: Path, number: int) -> None:
