@@ -117,15 +117,12 @@ class Saver:
         copied_at = time.monotonic()
         try:
             failed = self._opened(opened, step)
-            describe = partial(self._described, opened, failed is None)
-            snapshot = self.world.on_all_ranks(f"saving step {step}", describe)
+            snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._described, opened, failed is None))
             accounted(snapshot, self.world)
             if not blocking:  # otherwise nothing runs while it is written
                 self._share_memory(snapshot)
                 self.world.on_all_ranks(f"copying step {step}", partial(self._copy, snapshot))
-            self._later.begins(self._goes_in_waves(snapshot))
-            if failed is not None and self._later.in_waves:
-                raise failed
+            self._see_waves(snapshot, failed)
         except BaseException as error:
             self._staging.give_back()
             opened.abort(word_of(self.world, error))
@@ -161,10 +158,12 @@ class Saver:
             "save", step, stall_s=now - started, copy_s=now - copied_at, bytes=nbytes, world=self.world.size
         )
 
-    def _goes_in_waves(self, snapshot: Snapshot) -> bool:
-        """Whether the copy of any rank is there only once, where that matters."""
+    def _see_waves(self, snapshot: Snapshot, failed: BaseException | None) -> None:
+        """Note whether the copy of any rank is there only once; then it is not for this step to be tried again."""
         wraps = snapshot.stream is not None and snapshot.stream.wraps
-        return self._later.may_be_in_waves and self.world.any_rank([wraps])[0]
+        self._later.begins(self._later.may_be_in_waves and self.world.any_rank([wraps])[0])
+        if failed is not None and self._later.in_waves:
+            raise failed
 
     def is_due(self) -> bool:
         """Whether this rank has a save that failed, and is to be tried again with what there is now."""
