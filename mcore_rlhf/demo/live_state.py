@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.demo.megatron_checkpoint import model_keys
 from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.engines.megatron.importing import unwrapped
 
 StateKey = tuple[str, str]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,7 +62,7 @@ def _prefixes(trainer: Trainer) -> list[str]:
 
 
 def _named_parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
-    chunks = zip(_prefixes(trainer), unwrap_model(trainer.chunks), strict=True)
+    chunks = zip(_prefixes(trainer), unwrapped(trainer.chunks), strict=True)
     return {prefix + name: param for prefix, chunk in chunks for name, param in chunk.named_parameters()}
 
 
@@ -71,7 +71,7 @@ def _named_buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
     parameters = _named_parameters(trainer)
     return {
         prefix + name: value.detach().clone().cpu()
-        for prefix, chunk in zip(_prefixes(trainer), unwrap_model(trainer.chunks), strict=True)
+        for prefix, chunk in zip(_prefixes(trainer), unwrapped(trainer.chunks), strict=True)
         for name, value in chunk.state_dict_for_save_checkpoint().items()
         if isinstance(value, torch.Tensor) and prefix + name not in parameters
     }

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.demo import megatron_args
 from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.engines.megatron.importing import unwrapped
 from mcore_rlhf.families.megatron.folders import TRACKER
 
 _FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
@@ -130,7 +130,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "checkpoint_version": 3.0,
         "iteration": trainer.iteration,
     }
-    for key, chunk in zip(model_keys(trainer), unwrap_model(trainer.chunks), strict=True):
+    for key, chunk in zip(model_keys(trainer), unwrapped(trainer.chunks), strict=True):
         state[key] = chunk.state_dict_for_save_checkpoint()
     if trainer.optimizer is not None and not trainer.optimizer.is_stub_optimizer:
         state["optimizer"] = trainer.optimizer.state_dict()

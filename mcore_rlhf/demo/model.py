@@ -8,7 +8,7 @@ around it (projections, rotary positions, the split of the sequence) is Megatron
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mcore_rlhf.demo.with_megatron  # noqa: F401
 
@@ -16,9 +16,7 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -28,6 +26,9 @@ from torch.nn.functional import gelu, silu
 
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import GPT_OSS, Parallel, TinyGPT
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -148,7 +149,7 @@ def _model_fields(model: TinyGPT) -> dict[str, Any]:
         kv_channels=model.kv_channels,
         ffn_hidden_size=model.ffn_hidden_size,
         gated_linear_unit=model.gated,
-        activation_func=quick_gelu if model.gpt_oss else silu if model.gated else gelu,
+        activation_func=versions.quick_gelu() if model.gpt_oss else silu if model.gated else gelu,
         **(GPT_OSS if model.gpt_oss else {}),
         normalization=model.normalization,
         add_bias_linear=model.add_bias_linear,

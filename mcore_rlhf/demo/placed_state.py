@@ -38,13 +38,13 @@ class PlacedPiece:
 def pieces(trainer: Trainer) -> Iterator[PlacedPiece]:
     """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies. Every rank calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
-    from megatron.core.utils import unwrap_model  # isort: skip
+    from mcore_rlhf.engines.megatron.importing import unwrapped
 
     live = live_state.full_state(trainer)
     states = sorted({state for state, _ in live} - {"buffer"})
     keys = megatron_checkpoint.model_keys(trainer)
     prefixes = [""] if keys == ["model"] else [f"{key}." for key in keys]
-    for prefix, chunk in zip(prefixes, unwrap_model(trainer.chunks), strict=True):
+    for prefix, chunk in zip(prefixes, unwrapped(trainer.chunks), strict=True):
         layers_apart = {"non_homogeneous_layers": True}  # otherwise all layers are one stacked tensor
         for local, sharded in chunk.sharded_state_dict(metadata=layers_apart).items():
             for state in states:

@@ -13,18 +13,14 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as optimizers
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import (
-    MegatronOptimizer,
-    OptimizerConfig,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -33,6 +29,8 @@ from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import DTYPES, build_chunk, transformer_config, virtual_stages
 
 Batch = dict[str, torch.Tensor]
+get_standard_config_overrides = getattr(optimizers, "get_standard_config_overrides", None)
+"""None before 0.16, where biases and norms do not decay without anybody's saying so."""
 _initialized: dict[str, Parallel] = {}
 
 
@@ -200,9 +198,9 @@ def _build_optimizer(
         params_dtype=DTYPES[model.dtype],
         initial_loss_scale=training.initial_loss_scale,
         use_distributed_optimizer=training.optimizer == "distributed",
-        overlap_param_gather=False,
     )
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
+    told = {} if get_standard_config_overrides is None else {"config_overrides": get_standard_config_overrides(config)}
+    optimizer = get_megatron_optimizer(config, chunks, **told)
     return optimizer, _build_scheduler(optimizer, training)
 
 

@@ -1,8 +1,11 @@
-"""What differs between the releases of megatron-core that the demonstration runs on: 0.16.1, 0.17.1, 0.18.2 and 0.19.2."""
+"""What differs between the releases of megatron-core that the demonstration runs on: 0.16.1, 0.17.1, 0.18.2 and 0.19.2; its trainer,
+for tests of what older runs left, on 0.13.1, 0.14.0 and 0.15.3 as well.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from mcore_rlhf.engines.megatron.importing import MEGATRON as MEGATRON
@@ -22,10 +25,12 @@ def known_fields(config_class: type, fields: dict[str, Any]) -> dict[str, Any]:
         fields: Its fields by name, as 0.16.1 takes them.
 
     Returns:
-        The fields that it takes; one that is unknown and was never withdrawn stays, and is refused by the class.
+        The fields that it takes; one that is unknown and was never withdrawn stays, and is refused by the class. Releases before 0.16
+        lack more than can be listed.
     """
     known = {field.name for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in fields.items() if name in known or name not in _WITHDRAWN}
+    kept = known if MEGATRON < (0, 16) else known | (fields.keys() - {*_WITHDRAWN})
+    return {name: value for name, value in fields.items() if name in kept}
 
 
 def on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
@@ -36,5 +41,22 @@ def on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    told = {"is_hybrid_cp": False} if MEGATRON >= (0, 18) else {}
-    return get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **told)
+    told = {} if MEGATRON < (0, 16) else {"cp_group": parallel_state.get_context_parallel_group()}
+    return get_batch_on_this_cp_rank(batch, **told, **({"is_hybrid_cp": False} if MEGATRON >= (0, 18) else {}))
+
+
+def quick_gelu() -> Callable[..., Any]:
+    """The activation of gpt-oss, which Megatron has since 0.14."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    return quick_gelu
+
+
+def experts_metrics() -> dict[str, Any]:
+    """What a release before 0.18 counts of experts: a dictionary that is handed out itself."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+
+    name = "get_moe_layer_wise_logging_tracker"  # up to 0.13 in the first
+    found: dict[str, Any] = getattr(moe_utils if hasattr(moe_utils, name) else parallel_state, name)()
+    return found

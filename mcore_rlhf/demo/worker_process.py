@@ -247,10 +247,10 @@ def _clear_experts_metrics() -> None:
     """Their arrays are as long as the model that made them is deep."""
     try:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    except ImportError:  # before 0.18, a dictionary that is handed out itself
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    except ImportError:  # before 0.18
+        from mcore_rlhf.demo import versions
 
-        get_moe_layer_wise_logging_tracker().clear()
+        versions.experts_metrics().clear()
     else:
         destroy_moe_metrics_tracker()
 

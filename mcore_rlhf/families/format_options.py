@@ -14,10 +14,11 @@ class FormatOptions:
     """What such a checkpoint is to be."""
 
     optimizer_sharding: str | None = option(
-        one_of("fully_reshardable", "dp_reshardable"),
+        one_of("fully_reshardable", "dp_reshardable", "fully_sharded_model_space"),
         "How a distributed optimizer's states are stored.",
         group=CONTENT,
-        more="Megatron loads `fully_reshardable` on any layout, and `dp_reshardable`, its own default, at the same TP, PP and EP alone.",
+        more="Megatron loads `fully_reshardable` on any layout, and `dp_reshardable`, its own default, at the same TP, PP and EP alone. "
+        "megatron-core before 0.15 knows neither: for its runs there is `fully_sharded_model_space`, which it loads on any layout.",
         takes=Takes.TORCH_DIST,
         default="fully_reshardable",
     )

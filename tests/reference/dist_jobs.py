@@ -74,8 +74,15 @@ def observe_dist(wanted: DistSession) -> Observation:
 
 def write_in_this_process() -> None:
     """Megatron's own queue of results spawns a process; all is in one here."""
+    import numpy as np
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    if not hasattr(np, "product"):
+        np.product = np.prod
+    from mcore_rlhf.demo.versions import MEGATRON
+
+    if MEGATRON < (0, 15):
+        return
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
         setattr(filesystem_async, name, queue.Queue)
 
@@ -162,12 +169,11 @@ def _common(trainer: Trainer) -> dict[str, Any]:
 
 
 def _sharded(trainer: Trainer, metadata: dict[str, Any], *, is_loading: bool, rng: bool = True) -> dict[str, Any]:
-    from megatron.core.utils import unwrap_model
-
     from mcore_rlhf.demo import megatron_checkpoint
+    from mcore_rlhf.engines.megatron.importing import unwrapped
 
     keys = megatron_checkpoint.model_keys(trainer)
-    chunks = unwrap_model(trainer.chunks)
+    chunks = unwrapped(trainer.chunks)
     models = {key: chunk.sharded_state_dict(metadata=dict(metadata)) for key, chunk in zip(keys, chunks, strict=True)}
     state: dict[str, Any] = dict(models)
     if trainer.optimizer is not None:

@@ -41,9 +41,10 @@ def step_on_noise(trainer: Trainer) -> None:
     """An optimizer step without a loss: gradients are noise, equal where parameters are copies of one another."""
     import torch
     from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
 
-    for chunk, module in zip(trainer.chunks, unwrap_model(trainer.chunks), strict=True):
+    from mcore_rlhf.engines.megatron.importing import unwrapped
+
+    for chunk, module in zip(trainer.chunks, unwrapped(trainer.chunks), strict=True):
         chunk.zero_grad_buffer()
         for name, param in module.named_parameters():
             if param.requires_grad:

@@ -101,15 +101,14 @@ def look(trainer: Trainer, seen: Observation) -> None:
 
 def layer_numbers(trainer: Trainer) -> dict[str, int]:
     """The global number of every decoder layer, as Megatron's own layers say, by its local name."""
-    from megatron.core.utils import unwrap_model
-
     from mcore_rlhf.demo.megatron_checkpoint import model_keys
+    from mcore_rlhf.engines.megatron.importing import unwrapped
 
     keys = model_keys(trainer)
     prefixes = [""] if keys == ["model"] else [f"{key}." for key in keys]
     return {
         f"{prefix}decoder.layers.{number}": layer.layer_number - 1
-        for prefix, chunk in zip(prefixes, unwrap_model(trainer.chunks), strict=True)
+        for prefix, chunk in zip(prefixes, unwrapped(trainer.chunks), strict=True)
         for number, layer in enumerate(chunk.decoder.layers)
     }
 

@@ -74,6 +74,9 @@ GPT2 = replace(
 )  # fmt: skip
 EP2 = Parallel(ep=2, dp=2)
 CASES = [
+    Case("cube_space", SAME_ROWS, CUBE, (CUBE, Parallel(tp=2), Parallel(pp=2)), sharding=dist_jobs.MODEL_SPACE),
+    Case("experts_space", MOE, EP2, (EP2, Parallel()), sharding=dist_jobs.MODEL_SPACE),
+    Case("tied_space", TIED, Parallel(tp=2, pp=2), (Parallel(pp=2),), sharding=dist_jobs.MODEL_SPACE),
     Case("cube", SAME_ROWS, CUBE, (CUBE, Parallel(tp=4), Parallel(), Parallel(tp=2), Parallel(pp=2))),
     Case("cube_buckets", SAME_ROWS, CUBE, (CUBE,), sharding=DP_RESHARDABLE),
     Case("several_buckets", SAME_ROWS, Parallel(dp=2), (Parallel(tp=2),), SMALL_BUCKETS, DP_RESHARDABLE),
@@ -182,7 +185,8 @@ def test_megatron_core_loads_ours_on_another_layout_and_trains_on(
     """From the legacy save, from megatron-core's own torch_dist, and back again: always the state that was saved."""
     source = dist_lab.train(case)
     name = f"{case.name}_{hash(target)}"
-    layout = layout_options(target, case.model.num_layers)
+    kind = {"optimizer_sharding": case.sharding} if case.sharding == dist_jobs.MODEL_SPACE else {}
+    layout = {**layout_options(target, case.model.num_layers), **kind}
     root, job = dist_lab.converted(source.root / "legacy", f"{name}_a", "megatron-dist", **layout)
     assert job.lossless
     resumed = dist_lab.resume(root, case, target)

@@ -12,11 +12,11 @@ import mcore_rlhf.demo.with_megatron  # noqa: F401
 # isort: split
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import build_chunk, transformer_config, virtual_stages
 from mcore_rlhf.demo.trainer import Trainer, seed_everything
+from mcore_rlhf.engines.megatron.importing import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def frozen_copy(actor: Trainer, dtype: Literal["fp32", "fp64"] | None = None) ->
     config = transformer_config(model, actor.parallel)
     stages = virtual_stages(actor.parallel)
     chunks = [build_chunk(model, actor.parallel, config, stage) for stage in (range(stages) if stages else [None])]
-    for copy, original in zip(unwrap_model(chunks), unwrap_model(actor.chunks), strict=True):
+    for copy, original in zip(unwrapped(chunks), unwrapped(actor.chunks), strict=True):
         copy.load_state_dict(original.state_dict())
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
@@ -87,7 +87,7 @@ def optimizer_digest(trainer: Trainer) -> str:
 
 
 def _parameters(trainer: Trainer) -> Iterator[torch.Tensor]:
-    for chunk in unwrap_model(trainer.chunks):
+    for chunk in unwrapped(trainer.chunks):
         yield from chunk.parameters()
 
 

@@ -7,8 +7,12 @@ import importlib.util
 import sys
 import types
 import typing
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _installed() -> tuple[int, int]:
@@ -21,7 +25,7 @@ def _installed() -> tuple[int, int]:
 
 
 MEGATRON = _installed()
-"""The release: 0.16 to 0.19."""
+"""The release: 0.16 to 0.19, and as far as tests have run them 0.13 to 0.15."""
 
 _NEED_TRITON = (
     "emerging_optimizers.triton_kernels",
@@ -38,6 +42,25 @@ def make_importable() -> None:
     """See to it that ``import megatron.core`` works; a second call, or one where nothing is lacking, does nothing."""
     offer_override()
     stand_in_for_triton()
+
+
+def unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """The modules within Megatron's wrappers; releases before 0.14 leave their unwrapping to the training script.
+
+    Args:
+        chunks: The model's.
+    """
+    from megatron.core import utils
+
+    if hasattr(utils, "unwrap_model"):
+        return list(utils.unwrap_model(list(chunks)))
+    return [_within(chunk) for chunk in chunks]
+
+
+def _within(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Each wrapper has what it wraps as ``module``. Source: Megatron-LM core_v0.13.0, ``megatron/training/utils.py`` (``unwrap_model``)."""
+    inner = getattr(chunk, "module", None)
+    return chunk if inner is None else _within(inner)
 
 
 def offer_override() -> None:

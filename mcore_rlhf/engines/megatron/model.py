@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from mcore_rlhf.errors import LayoutMismatch, Problem, UsageError
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.models.megatron import OUTPUT, expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.models.spec import ModelSpec
 
+from .importing import unwrapped
 from .parallel_state import ParallelRank
 
 
@@ -84,10 +84,8 @@ class LiveModel:
         listed = [chunks] if isinstance(chunks, torch.nn.Module) else list(chunks)
         if not listed:
             raise UsageError("a MegatronEngine needs at least one model chunk")
-        unwrapped = unwrap_model(listed)
-        return cls(
-            tuple(LiveChunk.of(number, *pair) for number, pair in enumerate(zip(listed, unwrapped, strict=True)))
-        )
+        pairs = zip(listed, unwrapped(listed), strict=True)
+        return cls(tuple(LiveChunk.of(number, *pair) for number, pair in enumerate(pairs)))
 
     @property
     def config(self) -> object:

@@ -8,8 +8,9 @@ Sources: megatron-core 0.16.1 and 0.19.2, ``optimizer/layer_wise_optimizer.py`` 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
+from operator import itemgetter
 
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -21,6 +22,8 @@ from .groups import ChainedOptimizer, LocalParam, Membership
 
 Dealt = list[list[list[LocalParam]]]
 """Parameters by chained optimizer, and by group of it."""
+_SORTED = "default_config"
+"""What megatron-core gives a group since 0.16, when it began to sort them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,31 @@ class Dealing:
             positions = [number for number in positions if groups[number].expert == expert]
         chosen = [groups[number] for number in positions]
         return positions[self.membership.index(param.name, len(param.shape), chosen)]
+
+    def as_met(self, params: Sequence[LocalParam], distributed: bool) -> Dealing:
+        """The same, with the groups of each optimizer in the order in which a rank meets them; those that it does not meet come last.
+
+        Releases before 0.16 make them so, and those before 0.14 load a distributed optimizer's by position: where a stage begins
+        with a norm, its first group is the one that does not decay. Later ones find those by what they say, and sort all others
+        alike on all ranks, by a field that older ones do not give them. Sources: megatron-core 0.13.1, 0.15.3 and 0.16.1,
+        ``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/distrib_optimizer.py`` (``load_state_dict``).
+
+        Args:
+            params: All parameters of a model-parallel rank, in registration order.
+            distributed: Whether the optimizer's states are dealt to data-parallel ranks.
+        """
+        if not distributed and any(_SORTED in group.fields for groups in self.groups for group in groups):
+            return self
+        order = {(param.vpp_rank, param.name): number for number, param in enumerate(params)}
+        met = [
+            [min((order[one.vpp_rank, one.name] for one in own), default=len(order)) for own in inside]
+            for inside in self.whole(params)
+        ]
+        groups = [
+            [group for _, group in sorted(zip(*both, strict=True), key=itemgetter(0))]
+            for both in zip(met, self.groups, strict=True)
+        ]
+        return replace(self, groups=groups)
 
     def of_rank(self, params: Sequence[LocalParam], dense: Shard, expert: Shard) -> Dealt:
         """What one data-parallel rank has where whole parameters are dealt: by size, forwards and backwards in turn.

@@ -19,17 +19,17 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stored import Namespace
 
-from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, SHARDING
+from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, SHARDING
 
 
 def sharding_of(run: NewRun) -> str:
     """How a distributed optimizer's states are to be stored.
 
     Raises:
-        UsageError: In flat buckets, of an optimizer that has none.
+        UsageError: In flat buckets, or as old releases have a distributed optimizer's, of one that is none.
     """
     wanted, kind = run.sharding, run.choices.optimizer
-    if wanted == DP_RESHARDABLE and kind != DISTRIBUTED:
+    if wanted in (DP_RESHARDABLE, MODEL_SPACE) and kind != DISTRIBUTED:
         raise UsageError(
             f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
             "Leave it out: such states are stored parameter by parameter, and load on any layout."
@@ -90,7 +90,15 @@ def _content(run: NewRun) -> dict[str, object]:
         sharding = {CONTENT_SHARDING: sharding_of(run)}
     if sharding.get(CONTENT_SHARDING) == FULLY_RESHARDABLE:
         sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": not prefixed(run)}
+
+
+def prefixed(run: NewRun) -> bool:
+    """Whether each of several chained optimizers has a number before its keys, as all have it to megatron-core before 0.14.
+
+    Source: megatron-core 0.13.1 and 0.15.3, ``optimizer/optimizer.py`` (``ChainedOptimizer.sharded_state_dict``).
+    """
+    return run.choices.optimizer == DISTRIBUTED and sharding_of(run) == MODEL_SPACE
 
 
 def _optimizer(run: NewRun) -> Tree:
@@ -99,7 +107,7 @@ def _optimizer(run: NewRun) -> Tree:
         built: list[Tree] = [{SHARDING: DP_RESHARDABLE} for _ in optimizers(run)]
     else:
         built = [
-            {**tree, SHARDING: FULLY_RESHARDABLE} if is_distributed(run, matrices=matrices) else tree
+            {**tree, SHARDING: sharding_of(run)} if is_distributed(run, matrices=matrices) else tree
             for matrices, tree in optimizers(run)
         ]
     return dict(enumerate(built)) if len(built) > 1 else built[0]

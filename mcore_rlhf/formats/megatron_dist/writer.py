@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
 from mcore_rlhf.core.catalog import (
     FLOAT32,
@@ -52,14 +53,14 @@ from mcore_rlhf.storage.pt import Pt
 
 from .bridged import bridged_target, with_bridged
 from .buckets import BucketContents, FilePart, dealt
-from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, sharding_of
+from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, prefixed, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
 from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked
 from .objects import RULES as OF_OBJECTS
 from .objects import DistState, Objects, rng_ranks
-from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE
+from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE
 from .split import contents_of
 
 
@@ -180,7 +181,10 @@ class _Folder:
     def texts(self) -> dict[str, str | bytes]:
         """The directory of the parts, and the small file that says what kind of checkpoint it is."""
         shapes = {fqn: shape for part in self.contents for fqn, shape in part.shapes().items()}
-        metadata = dcp_metadata(shapes, {name: self._items(at) for name, at in self._held().items()})
+        of_parameters = [part for part in self.contents if isinstance(part, Contents)]
+        flattened = {fqn: shape for part in of_parameters for fqn, shape in part.unflattened().items()}
+        items = {name: self._items(at) for name, at in self._held().items()}
+        metadata = dcp_metadata(shapes, items, unflattened=flattened)
         return {f"{self.path}/{METADATA_FILE}": metadata, f"{self.path}/{CONFIG}": CONFIG_TEXT}
 
     def _held(self) -> dict[str, _At]:
@@ -225,8 +229,12 @@ _RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
          "--rules (trainable: false) of {found}", _unsaid_frozen),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
-         lambda r: sharding_of(r) != DP_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
+         lambda r: sharding_of(r) == FULLY_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
          and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
+    Rule(Fate.NOTE, f"{FULLY_RESHARDABLE} came with megatron-core 0.15; an older one takes --optimizer-sharding {MODEL_SPACE}",
+         lambda r: sharding_of(r) == FULLY_RESHARDABLE and _old_sharding(r) == MODEL_SPACE),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {MODEL_SPACE}, which megatron-core before 0.16 loads on any layout",
+         lambda r: sharding_of(r) == MODEL_SPACE and _old_sharding(r) != MODEL_SPACE and _old_sharding(r)),
     Rule(Fate.DERIVED, f"{INTEGRITY}: made anew, of the new files", lambda r: r.options.integrity and r.source.digests),
     Rule(Fate.DERIVED, f"{INTEGRITY}: of the new files", lambda r: r.options.integrity and not r.source.digests),
     Rule(Fate.NOTE, f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
@@ -303,23 +311,54 @@ class Contents:
         return spec.dtype if state == PARAM else self.run.state_dtypes.get(state, FLOAT32)
 
     def shapes(self) -> dict[str, Shape]:
-        """Whole shapes of all tensors, by their key in the checkpoint."""
-        found: dict[str, Shape] = {}
-        for parts in self.files:
-            for part in parts:
-                for home, shape in stacked(
-                    part.spec, self.spelling, self.num_layers, self.run.source.model.num_experts
-                ):
-                    found.setdefault(self.fqn(home, part), shape)
+        """Shapes of all tensors as they are stored, by their key in the checkpoint."""
+        return {fqn: shape if cell is None else gridded(shape, cell) for fqn, (shape, cell) in self._shapes().items()}
+
+    def unflattened(self) -> dict[str, Shape]:
+        """Whole shapes of those that are stored in flattened cells."""
+        return {fqn: shape for fqn, (shape, cell) in self._shapes().items() if cell is not None}
+
+    def _shapes(self) -> dict[str, tuple[Shape, Shape | None]]:
+        """Whole shapes, and those of the cells, by key."""
+        found: dict[str, tuple[Shape, Shape | None]] = {}
+        experts = self.run.source.model.num_experts
+        for part in (part for parts in self.files for part in parts):
+            for home, shape in stacked(part.spec, self.spelling, self.num_layers, experts):
+                cell = self._cell_at(home, part.spec) if self._flattened(part.spec, part.state) else None
+                found.setdefault(self.fqn(home, part), (shape, cell))
         return found
+
+    def _flattened(self, spec: ParamSpec, state: str) -> bool:
+        return state != PARAM and sharding_of(self.run) == MODEL_SPACE and self._distributed(spec)
+
+    def _cell_at(self, home: Home, spec: ParamSpec) -> Shape:
+        """The shape of the cells of what lies at a home."""
+        for one, first, rows in homes_of(spec, self.spelling):
+            if one == home:
+                return home.turned(even_cells(self._boxes_of(spec), first, (rows, *spec.global_shape[1:]))[0].shape)
+        raise AssertionError(f"{spec.name} does not lie at {home.key}")
+
+    def _cells_of(self, spec: ParamSpec) -> tuple[Box, ...]:
+        """The parts of a parameter, alike in shape wherever they lie under one key."""
+        homes, boxes = homes_of(spec, self.spelling), self._boxes_of(spec)
+        return tuple(
+            box for _, first, rows in homes for box in even_cells(boxes, first, (rows, *spec.global_shape[1:]))
+        )
 
     def fqn(self, home: Home, part: Part) -> str:
         """The key of a tensor."""
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
-            state = MASTERS[FULLY_RESHARDABLE if self._distributed(part.spec) else None]
-            state = f"optimizer.state.{state if part.state == MASTER else part.state}."
+            master = MASTERS[sharding_of(self.run) if self._distributed(part.spec) else None]
+            state = f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}."
             self._fqns[home.key, part.state] = home.key if part.state == PARAM else f"{state}{home.key}"
         return self._fqns[home.key, part.state]
+
+    def _chained(self, spec: ParamSpec) -> str:
+        """What stands before the keys of one of several chained optimizers, where their numbers do."""
+        parallel = self.run.choices.parallel
+        if not prefixed(self.run) or not Arguments(self.run.arguments(None)).experts_apart(parallel):
+            return ""
+        return f"chained_{int(is_routed_expert(spec.name))}."
 
     def _distributed(self, spec: ParamSpec) -> bool:
         matrices = is_matrix(spec.name, len(spec.global_shape))
@@ -352,15 +391,16 @@ class Contents:
         for box in part.chunks:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
-            ones = (1,) * len(home.index)
-            where = (*home.index, *home.turned(offset)), (*ones, *home.turned(box.shape))
-            yield TensorItem(self.fqn(home, part), part.dtype, *where)
+            ones, at, cell = (1,) * len(home.index), home.turned(offset), home.turned(box.shape)
+            if self._flattened(part.spec, part.state):
+                at, cell = (*(o // n for o, n in zip(at, cell, strict=True)), 0), (*(1,) * len(cell), prod(cell))
+            yield TensorItem(self.fqn(home, part), part.dtype, (*home.index, *at), (*ones, *cell))
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)
         for item, box in zip(self._items(part), part.chunks, strict=True):
             if box.numel:
-                yield Chunk(box, records[item.key], 0, home.turned(row_major(item.shape)[len(home.index) :]))
+                yield Chunk(box, records[item.key], 0, home.turned(row_major(home.turned(box.shape))))
 
     def _parts(self) -> Iterator[Part]:
         problems = Problems()
@@ -371,7 +411,8 @@ class Contents:
                 problems.add(type(error), f"{spec.name}: {error}")
                 continue
             for state in self.states(spec):
-                yield Part(state, self._dtype(spec, state), boxes, spec)
+                cells = self._cells_of(spec) if self._flattened(spec, state) else boxes
+                yield Part(state, self._dtype(spec, state), cells, spec)
         self._check_stacks(problems)
         problems.raise_if_any()
 
@@ -414,6 +455,41 @@ class Contents:
             )
             self._boxes[key] = tuple(piece.box for layout in layouts for piece in layout.pieces)
         return self._boxes[key]
+
+
+def even_cells(boxes: Sequence[Box], first: int, shape: Shape) -> tuple[Box, ...]:
+    """The boxes that lie within some rows of a parameter, if a grid of equal cells is what they are; else the rows as a whole.
+
+    Args:
+        boxes: All of the parameter's.
+        first: The first of the rows.
+        shape: Of the rows.
+    """
+    inside = tuple(
+        box for box in boxes if first <= (box.offset[0] if box.offset else 0) < first + (shape[0] if shape else 1)
+    )
+    whole = (Box((first, *(0,) * (len(shape) - 1)), shape),)
+    cell = inside[0].shape if inside else shape
+    starts = {
+        tuple(at % n for at, n in zip((box.offset[0] - first, *box.offset[1:]), cell, strict=True))
+        for box in inside
+        if all(cell)
+    }
+    even = {box.shape for box in inside} == {cell} and starts == {(0,) * len(shape)}
+    return inside if even and sum(box.numel for box in inside) == prod(shape) else whole
+
+
+def gridded(shape: Shape, cell: Shape) -> Shape:
+    """The shape in which megatron-core before 0.16 stores flattened cells: how many there are along each axis, and their elements.
+
+    Source: megatron-core 0.13.1, ``dist_checkpointing/strategies/torch.py`` (``sharded_tensor_to_torch_sharded_tensor``).
+
+    Args:
+        shape: The whole, with the axes of layers and experts before a parameter's own.
+        cell: A cell of a parameter.
+    """
+    axes = len(shape) - len(cell)
+    return (*shape[:axes], *(whole // n for whole, n in zip(shape[axes:], cell, strict=True)), prod(cell))
 
 
 _At = tuple[Contents | BucketContents, int] | None

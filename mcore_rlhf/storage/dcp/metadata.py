@@ -64,12 +64,14 @@ class DcpMetadata:
         places: Where each item lies, by name and offset of the chunk; the offset is None for an object.
         planner_data: For every name the path in the saved nest of dictionaries, an int being a list's index; empty where
             the writer left it out, as Megatron does.
+        unflattened: Of tensors whose parts are stored flattened, the shape that they have otherwise, as megatron-core before 0.16 says it.
     """
 
     tensors: Mapping[str, TensorMeta]
     objects: tuple[str, ...]
     places: Mapping[tuple[str, Shape | None], Place]
     planner_data: Mapping[str, Path_] = field(default_factory=dict)
+    unflattened: Mapping[str, Shape] = field(default_factory=dict)
 
 
 def read_metadata(folder: ReadablePath, stubs: Collection[str] = ()) -> DcpMetadata:

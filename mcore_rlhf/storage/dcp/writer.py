@@ -122,7 +122,10 @@ def records(file: str, items: Iterable[Item]) -> list[Record]:
 
 
 def dcp_metadata(
-    shapes: Mapping[str, Shape], files: Mapping[str, Sequence[Item]], planner_data: Mapping[str, Path_] | None = None
+    shapes: Mapping[str, Shape],
+    files: Mapping[str, Sequence[Item]],
+    planner_data: Mapping[str, Path_] | None = None,
+    unflattened: Mapping[str, Shape] | None = None,
 ) -> bytes:
     """The content of ``.metadata`` for files that hold these items.
 
@@ -130,6 +133,7 @@ def dcp_metadata(
         shapes: Whole shape of every tensor, in the order in which they are to be listed.
         files: Items by the file's name, relative to the folder.
         planner_data: Every name's path in the nest of dictionaries; None writes None, as Megatron does.
+        unflattened: See :class:`.metadata.DcpMetadata`.
 
     Raises:
         ValueError: An item is of a tensor whose shape was not given, or is there twice.
@@ -150,7 +154,7 @@ def dcp_metadata(
         if held
     }
     objects = tuple(fqn for fqn, offset in places if offset is None)
-    return pickle_metadata(DcpMetadata(tensors, objects, places, planner_data or {}))
+    return pickle_metadata(DcpMetadata(tensors, objects, places, planner_data or {}, unflattened or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +253,8 @@ def pickle_metadata(metadata: DcpMetadata) -> bytes:
     _storage_meta(out)
     out.text("version")
     out.text(classes.VERSION)
+    if metadata.unflattened:
+        _unflattened(out, metadata.unflattened)
     out.built()
     out.data += op.STOP
     return bytes(out.data)
@@ -370,6 +376,19 @@ def _planner_data(out: _Opcodes, paths: Mapping[str, Path_]) -> None:
     for fqn, path in paths.items():
         out.text(fqn)
         out.tuple_of(path)
+    out.close_dict()
+
+
+def _unflattened(out: _Opcodes, shapes: Mapping[str, Shape]) -> None:
+    """Source: megatron-core 0.13.1, ``dist_checkpointing/strategies/torch.py`` (``get_reformulation_metadata``)."""
+    out.text("mcore_data")
+    out.open_dict()
+    for fqn, shape in shapes.items():
+        out.text(fqn)
+        out.open_dict()
+        out.text("nd_reformulated_orig_global_shape")
+        out.tuple_of(shape)
+        out.close_dict()
     out.close_dict()
 
 
