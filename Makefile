@@ -25,7 +25,7 @@ help:  ## Show this list
 
 setup:  ## Make .venv with everything for development
 	@$(SETUP) megatron,hf,dev
-	@$(ADD_MEGATRON) 0.16.1
+	@$(ADD_MEGATRON) 0.13.1 0.16.1
 
 setup-demo:
 	@$(SETUP) megatron
@@ -37,12 +37,13 @@ demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on th
 test: setup  ## All tests that need neither a GPU nor a long time
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
 	$(PYTEST) -m 'oldest and not slow' --megatron 0.16.1 tests/reference $(ARGS)
+	$(PYTEST) -m 'oldest and not slow' --megatron 0.13.1 tests/reference/test_reshape.py tests/reference/test_unchanged.py $(ARGS)
 
 test-unit: setup  ## The pure parts only, in seconds
 	$(PYTEST) -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
 
 test-all: setup  ## All tests, and those that run Megatron on all its releases; without a GPU those that need one are skipped
-	@$(ADD_MEGATRON) 0.17.1 0.18.2
+	@$(ADD_MEGATRON) 0.13.1 0.15.3 0.17.1 0.18.2
 	@$(BIN)/python -m pip install -q 'ray>=2.9,<3' || echo 'Ray cannot be installed here: its test is skipped'
 	$(PYTEST) $(ARGS)
 	for folder in $(VENV)/megatron-*; do $(PYTEST) --megatron "$${folder##*megatron-}" tests/reference $(ARGS) || exit; done

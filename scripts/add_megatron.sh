@@ -14,7 +14,7 @@ if command -v flock >/dev/null; then flock 9; fi # pip is at work here once at a
 for version in "$@"; do
     folder=$venv/megatron-$version # there only when it is whole
     if [[ -d $folder ]]; then continue; fi
-    if [[ $version != 0.16.* && $("$venv/bin/python" -V) == "Python 3.10."* ]]; then continue; fi # no wheel
+    if [[ $version == 0.1[7-9].* && $("$venv/bin/python" -V) == "Python 3.10."* ]]; then continue; fi # no wheel
     printf 'setup: adding megatron-core %s\n' "$version" >&2
     rm -rf "$folder.unfinished"
     "${pip[@]}" --target "$folder.unfinished" "megatron-core==$version"

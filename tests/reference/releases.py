@@ -16,6 +16,8 @@ WRITE = "python -m tests.reference.releases --write"
 
 OLDEST, NEWEST = "0.16.1", "0.19.2"
 ALL = (OLDEST, "0.17.1", "0.18.2", NEWEST)
+BEFORE = ("0.13.1", "0.15.3")
+"""Releases of which runs are left, though neither the demonstration nor most of these tests can run on them."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,18 @@ class Row:
             release too; it runs all that are quick on the newest.
         only: Releases that they can be run on at all.
         because: Why no others.
+        before: Names of those that run on the releases before these, too.
     """
 
     shows: str
     quick_on_oldest: tuple[str, ...] = ()
     only: tuple[str, ...] = ALL
     because: str = ""
+    before: tuple[str, ...] = ()
 
 
+_UNCHANGED = ("[cube]", "[plain]", "[experts]", "[tied_v", "dropout")
+_RESHAPED = ("tied_to_one", "experts_to_ep1", "fp32_to_pp2")
 ROWS = {
     "test_architectures": Row("transformers writes a folder, Megatron computes the same logits", ("[llama]",)),
     "test_bridge_lora": Row("LoRA with an optimizer of the adapters alone, as Megatron-Bridge writes it"),
@@ -53,7 +59,7 @@ ROWS = {
     "test_hf": Row("Hugging Face folders, both ways"),
     "test_hybrid_megatron": Row("HybridModel, reshaped", (), (NEWEST,), "gated delta nets came with 0.19; one test starts 0.18.2 itself"),
     "test_integration_megatron_lm": Row("the drop-in on Megatron's own models", ("",)),
-    "test_megatron_dist": Row("`torch_dist`, both ways", ("tied", "cube")),
+    "test_megatron_dist": Row("`torch_dist`, both ways", ("tied]", "tied-", "cube]", "cube-", "cube_buckets"), before=("_space",)),
     "test_megatron_dist_muon": Row("Muon in `torch_dist`", (), ALL[2:], "Muon of this kind came with 0.18"),
     "test_megatron_fsdp": Row("what Megatron-FSDP of 0.19.2 wrote goes on without it"),
     "test_negative_control": Row("broken conversions are noticed"),
@@ -62,10 +68,10 @@ ROWS = {
     "test_qwen3_next": Row("Qwen3-Next and Qwen3.5 through Hugging Face's names", (), (NEWEST,), "its stand-ins are for 0.19"),
     "test_refusing_role": Row("a role that refuses leaves everything as it was"),
     "test_releases": Row("files of 0.16.1 in the newest, and back", (), (NEWEST,), "it runs two releases at a time"),
-    "test_reshape": Row("`torch` at any TP, PP, EP, DP", ("tied_to_one", "experts_to_ep1", "fp32_to_pp2")),
+    "test_reshape": Row("`torch` at any TP, PP, EP, DP", _RESHAPED, before=_RESHAPED),
     "test_rl_resume": Row("GRPO and PPO, saved and resumed"),
     "test_rl_training": Row("GRPO and PPO learn, on every layout"),
-    "test_unchanged": Row("a conversion that changes nothing cannot be told from none", ("",)),
+    "test_unchanged": Row("a conversion that changes nothing cannot be told from none", ("",), before=_UNCHANGED),
     "test_torch_and_deepspeed": Row("a plain loop's `state.pt` becomes Megatron's and DeepSpeed's, and comes back"),
     "test_vocabulary": Row("padding of the vocabulary"),
 }  # fmt: skip
@@ -82,6 +88,8 @@ CASES = {
         ALL[1:],
         "0.16 calls the layer in it otherwise (`transformer_layer`)",
     ),
+    "_space": (BEFORE, "0.15 is the last that can write an optimizer so (`fully_sharded_model_space`)"),
+    "stages_space": (BEFORE[1:], "0.13 gives later stages the groups of the first by position"),
     "DeepSeek-V2-Lite": _FULL_QUERY,
     "Moonlight-16B-A3B": _FULL_QUERY,
 }
@@ -90,7 +98,7 @@ CASES = {
 
 def running(installed: tuple[int, int]) -> str:
     """The release of the table that has the first two numbers of the installed one; the newest for one that is newer."""
-    return next((release for release in ALL if release.startswith("{}.{}.".format(*installed))), NEWEST)
+    return next((release for release in (*BEFORE, *ALL) if release.startswith("{}.{}.".format(*installed))), NEWEST)
 
 
 def mark(item: pytest.Item, release: str) -> None:
@@ -98,7 +106,8 @@ def mark(item: pytest.Item, release: str) -> None:
     row = ROWS[item.path.stem]
     if any(part in item.name for part in row.quick_on_oldest):
         item.add_marker("oldest")
-    limits = [(row.only, row.because), *(limit for part, limit in CASES.items() if part in item.name)]
+    only = row.only + (BEFORE if any(part in item.name for part in row.before) else ())
+    limits = [(only, row.because), *(limit for part, limit in CASES.items() if part in item.name)]
     for only, because in limits:
         if release not in only:
             item.add_marker(pytest.mark.skip(reason=f"runs on megatron-core {', '.join(only)}: {because}"))
@@ -121,6 +130,9 @@ _INTRODUCTION = [
     "* **part**: some in `make test`, every one in `make test-all`",
     "* **later**: every test, in `make test-all` only",
     "* **–**: none, for the reason given",
+    "",
+    f"Runs of megatron-core before 0.16 are left, too: on {' and '.join(BEFORE)} some tests run, where it is said, in `make test-all`;",
+    f"those that reshape on {BEFORE[0]} in `make test`.",
     "",
     "| file in `tests/reference` | shows | " + " | ".join(ALL) + " | |",
     "|---|---|" + "---|" * len(ALL) + "---|",
@@ -149,7 +161,8 @@ _SCRIPTS = [
 
 def _line(name: str) -> str:
     row = ROWS[name]
-    cells = [f"`{name}.py`", row.shows, *(_when(row, release) for release in ALL), row.because]
+    older = f"some on {' and '.join(BEFORE)}, too" if row.before else ""
+    cells = [f"`{name}.py`", row.shows, *(_when(row, release) for release in ALL), row.because or older]
     return "| " + " | ".join(cells) + " |"
 
 

@@ -34,7 +34,7 @@ from tests.reference.cases import (
     TP2_MOE,
     WIDE,
 )  # fmt: skip
-from tests.reference.dist_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, DistSession, observe_dist
+from tests.reference.dist_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, DistSession, observe_dist
 from tests.reference.engine_jobs import load_and_train
 from tests.reference.lab import TIMEOUT, Trained, layout_options, together
 from tests.reference.merge import bits_equal, differences
@@ -74,9 +74,6 @@ GPT2 = replace(
 )  # fmt: skip
 EP2 = Parallel(ep=2, dp=2)
 CASES = [
-    Case("cube_space", SAME_ROWS, CUBE, (CUBE, Parallel(tp=2), Parallel(pp=2)), sharding=dist_jobs.MODEL_SPACE),
-    Case("experts_space", MOE, EP2, (EP2, Parallel()), sharding=dist_jobs.MODEL_SPACE),
-    Case("tied_space", TIED, Parallel(tp=2, pp=2), (Parallel(pp=2),), sharding=dist_jobs.MODEL_SPACE),
     Case("cube", SAME_ROWS, CUBE, (CUBE, Parallel(tp=4), Parallel(), Parallel(tp=2), Parallel(pp=2))),
     Case("cube_buckets", SAME_ROWS, CUBE, (CUBE,), sharding=DP_RESHARDABLE),
     Case("several_buckets", SAME_ROWS, Parallel(dp=2), (Parallel(tp=2),), SMALL_BUCKETS, DP_RESHARDABLE),
@@ -101,6 +98,9 @@ CASES = [
     Case("singleton", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), metadata=(("singleton_local_shards", True),), slow=True),
     Case("context", SAME_ROWS, Parallel(cp=2, tp=2), (Parallel(pp=2),), sharding=DP_RESHARDABLE, slow=True),
     Case("no_optimizer", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), Training(optimizer="none"), slow=True),
+    Case("rows_space", SAME_ROWS, Parallel(tp=2, dp=2), (Parallel(tp=2, dp=2), Parallel()), sharding=MODEL_SPACE),
+    Case("experts_space", MOE, EP2, (EP2, Parallel()), sharding=MODEL_SPACE),
+    Case("stages_space", SAME_ROWS, CUBE, (CUBE, Parallel(pp=2)), sharding=MODEL_SPACE),
 ]  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def test_megatron_core_loads_ours_on_another_layout_and_trains_on(
     """From the legacy save, from megatron-core's own torch_dist, and back again: always the state that was saved."""
     source = dist_lab.train(case)
     name = f"{case.name}_{hash(target)}"
-    kind = {"optimizer_sharding": case.sharding} if case.sharding == dist_jobs.MODEL_SPACE else {}
+    kind = {"optimizer_sharding": case.sharding} if case.sharding == MODEL_SPACE else {}
     layout = {**layout_options(target, case.model.num_layers), **kind}
     root, job = dist_lab.converted(source.root / "legacy", f"{name}_a", "megatron-dist", **layout)
     assert job.lossless

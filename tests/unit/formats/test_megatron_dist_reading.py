@@ -183,42 +183,6 @@ def test_without_opaque_values_a_live_model_has_them_all_the_same(tmp_path: Path
     assert names <= read_whole(tmp_path / "target").objects.keys()
 
 
-def test_flattened_ranges_of_old_versions(tmp_path: Path) -> None:
-    """``fully_sharded_model_space``: made by hand from the facts, since 0.16.1 does not write it any more."""
-    whole = read_whole(FULLY)
-    groups = whole.common["optimizer"].pop("optimizer")
-    whole.common["optimizer"]["param_state_sharding_type"] = "fully_sharded_model_space"
-    whole.common["content_metadata"] = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
-    whole.objects["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"] = [groups]
-    rows, columns = (1, 2, 1), (1, 1, 2)
-    cuts = {"linear_fc1.weight": (1, 4, 1), "linear_fc2.weight": columns, "linear_proj.weight": columns,
-            "linear_qkv.weight": rows, "embeddings.weight": rows[1:], "output_layer.weight": rows[1:]}  # fmt: skip
-    flat: dict[str, tuple[int, ...]] = {}
-    for key, tensor in list(whole.tensors.items()):
-        if not key.startswith("optimizer.state."):
-            continue
-        renamed = key.replace("optimizer.state.param.", "optimizer.state.fp32_param.")
-        grid = next((cut for end, cut in cuts.items() if key.endswith(end)), (1,) * tensor.dim())
-        grid = (tensor.shape[0], *grid[1:]) if ".layers." in key else grid
-        whole.tensors[renamed] = whole.tensors.pop(key) if tensor.dim() == 1 else cells(whole.tensors.pop(key), grid)
-        flat[renamed] = tuple(whole.tensors[renamed].shape)
-    root = by_hand(whole, tmp_path, flat)
-    found = opened(root)
-    assert found.optimizer == "distributed"
-    assert differences(found, opened(FULLY)) == []
-    assert found.state.groups == opened(FULLY).state.groups
-
-
-def cells(tensor: torch.Tensor, grid: tuple[int, ...]) -> torch.Tensor:
-    """Local parts of a tensor, flattened, at their place in the grid."""
-    parts = torch.empty((*grid, tensor.numel() // torch.Size(grid).numel()), dtype=tensor.dtype)
-    sizes = [whole // count for whole, count in zip(tensor.shape, grid, strict=True)]
-    for at in product(*map(range, grid)):
-        window = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, sizes, strict=True))
-        parts[at] = tensor[window].flatten()
-    return parts
-
-
 def by_hand(whole: DistReading, root: Path, flat: dict[str, tuple[int, ...]], renamed: Any = str) -> Path:
     """A checkpoint in one file: of tensors in ``flat``, the last dimension is cut at an odd place, as ranks would."""
     folder = root / "iter_0000002"
