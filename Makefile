@@ -43,7 +43,7 @@ test-unit: setup  ## The pure parts only, in seconds
 	$(PYTEST) -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)
 
 test-all: setup  ## All tests, and those that run Megatron on all its releases; without a GPU those that need one are skipped
-	@$(ADD_MEGATRON) 0.13.1 0.15.3 0.17.1 0.18.2
+	@$(ADD_MEGATRON) 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2
 	@$(BIN)/python -m pip install -q 'ray>=2.9,<3' || echo 'Ray cannot be installed here: its test is skipped'
 	$(PYTEST) $(ARGS)
 	for folder in $(VENV)/megatron-*; do $(PYTEST) --megatron "$${folder##*megatron-}" tests/reference $(ARGS) || exit; done

@@ -73,15 +73,16 @@ def observe_dist(wanted: DistSession) -> Observation:
 
 
 def write_in_this_process() -> None:
-    """Megatron's own queue of results spawns a process; all is in one here."""
+    """Megatron's own queue of results spawns a process; all is in one here. Before 0.15 other processes write."""
     import numpy as np
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, base, filesystem_async
 
-    if not hasattr(np, "product"):
-        np.product = np.prod
     from mcore_rlhf.demo.versions import MEGATRON
 
+    if MEGATRON < (0, 16) and not hasattr(np, "product"):  # gone with NumPy 2
+        setattr(np, "product", np.prod)  # noqa: B010
     if MEGATRON < (0, 15):
+        base.async_calls = async_utils.AsyncCallsQueue()  # ranks that have saved with others count otherwise
         return
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since
         setattr(filesystem_async, name, queue.Queue)

@@ -16,7 +16,7 @@ WRITE = "python -m tests.reference.releases --write"
 
 OLDEST, NEWEST = "0.16.1", "0.19.2"
 ALL = (OLDEST, "0.17.1", "0.18.2", NEWEST)
-BEFORE = ("0.13.1", "0.15.3")
+BEFORE = ("0.13.1", "0.14.0", "0.15.3")
 """Releases of which runs are left, though neither the demonstration nor most of these tests can run on them."""
 
 
@@ -131,7 +131,7 @@ _INTRODUCTION = [
     "* **later**: every test, in `make test-all` only",
     "* **–**: none, for the reason given",
     "",
-    f"Runs of megatron-core before 0.16 are left, too: on {' and '.join(BEFORE)} some tests run, where it is said, in `make test-all`;",
+    f"Runs of megatron-core before 0.16 are left, too: on {', '.join(BEFORE)} some tests run, where it is said, in `make test-all`;",
     f"those that reshape on {BEFORE[0]} in `make test`.",
     "",
     "| file in `tests/reference` | shows | " + " | ".join(ALL) + " | |",
@@ -161,7 +161,7 @@ _SCRIPTS = [
 
 def _line(name: str) -> str:
     row = ROWS[name]
-    older = f"some on {' and '.join(BEFORE)}, too" if row.before else ""
+    older = f"some on {', '.join(BEFORE)}, too" if row.before else ""
     cells = [f"`{name}.py`", row.shows, *(_when(row, release) for release in ALL), row.because or older]
     return "| " + " | ".join(cells) + " |"
 

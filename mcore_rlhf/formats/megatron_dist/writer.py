@@ -329,7 +329,7 @@ class Contents:
         return found
 
     def _flattened(self, spec: ParamSpec, state: str) -> bool:
-        return state != PARAM and sharding_of(self.run) == MODEL_SPACE and self._distributed(spec)
+        return state != PARAM and prefixed(self.run)
 
     def _cell_at(self, home: Home, spec: ParamSpec) -> Shape:
         """The shape of the cells of what lies at a home."""
@@ -348,7 +348,8 @@ class Contents:
     def fqn(self, home: Home, part: Part) -> str:
         """The key of a tensor."""
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
-            master = MASTERS[sharding_of(self.run) if self._distributed(part.spec) else None]
+            kind = MODEL_SPACE if prefixed(self.run) else FULLY_RESHARDABLE
+            master = MASTERS[kind if self._distributed(part.spec) else None]
             state = f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}."
             self._fqns[home.key, part.state] = home.key if part.state == PARAM else f"{state}{home.key}"
         return self._fqns[home.key, part.state]
