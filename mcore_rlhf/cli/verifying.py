@@ -14,6 +14,7 @@ from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
+from mcore_rlhf.manager.runs import unmet
 from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -85,6 +86,7 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     """
     found = check_manifest(subject.folder, subject.manifest, progress, depth is Depth.QUICK) if subject.manifest else []
     found += _unfit_values(subject, depth, found)
+    found += [] if subject.manifest or subject.alone else unmet(subject.folder)
     Problems(found).raise_if_unread()
     problems = problem_facts(found)
     models = of_each(
@@ -153,9 +155,9 @@ def _print_model(facts: Facts) -> None:
 
 
 def _print_newer(problems: list[Facts]) -> None:
-    """Print that newer steps than the one that was looked at are damaged."""
+    """Print what is wrong with a root but for the step that was looked at: with newer ones, or with what names one."""
     if problems:
-        say("damaged, by a newer step of the root:")
+        say("damaged, elsewhere in the root:")
         print_problems(problems)
 
 

@@ -7,11 +7,11 @@ ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
 from mcore_rlhf.formats.registry import is_model
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
@@ -166,12 +166,43 @@ class TrainerRun:
                 named.add(self._tracked_in(folder))
         return named.pop() if len(named) == 1 else None
 
+    def misled(self) -> list[Problem]:
+        """Trackers that are there, and name no step of the run: its trainer stops at one, or begins anew."""
+        if not self.trainer.tracker or self.trainer.counted:
+            return []
+        folders = (
+            [self.root / places[0] for places in self.trainer.roles.values()] if self.trainer.by_role else [self.root]
+        )
+        there = [*self.found, *(step for step, _ in self.aside)]
+        trackers = (folder / self.trainer.tracker for folder in folders)
+        return [
+            tracker_problem(tracker, self.trainer.title, there)
+            for tracker, named in ((one, self._tracked_in(one.parent)) for one in trackers)
+            if named not in there and is_there(tracker)
+        ]
+
     def _tracked_in(self, folder: ReadablePath) -> int | None:
         with suppress(OSError, ValueError, CheckpointError):
             if self.trainer.counted and is_there(folder / self.trainer.counted):
                 return counted_step(folder, self.trainer.counted)
             return self.trainer.tracked_step(reading.read_line(folder / self.trainer.tracker))
         return None
+
+
+def tracker_problem(tracker: ReadablePath, title: str, there: Collection[int]) -> Problem:
+    """What is said of a tracker that names no step of its run.
+
+    Args:
+        tracker: The file.
+        title: Whose.
+        there: The steps that there are.
+    """
+    listed = ", ".join(map(str, sorted(there)))
+    return Problem(
+        Corrupt,
+        f"{tracker}: names no step that is there ({listed}): {title} does not go on from one by itself",
+        "Write the step that it is to go on from into the file, as the trainer does.",
+    )
 
 
 def counted_step(root: ReadablePath, name: str) -> int:
@@ -297,6 +328,23 @@ def step_at(folder: ReadablePath) -> TrainerStep | None:
     if written is None or written[0].by_role:
         return None
     return TrainerStep(*written, folder, {"": folder})
+
+
+def unmet(folder: ReadablePath) -> list[Problem]:
+    """Files without which the trainer that wrote a step does not go on from it, and that are not there.
+
+    Args:
+        folder: Any path.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    found = step_at(folder)
+    if found is None:
+        return []
+    why = f"is missing: {found.trainer.title} does not go on from the step"
+    advice = "Take another step; or convert this one, where its models are whole."
+    return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
 
 
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:

@@ -22,10 +22,11 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
+from mcore_rlhf.trainers.known import writer_of
 
 from .run import steps
 from .run.steps import RESERVED, Step, tracker_text
-from .runs import TrainerRun, TrainerStep, run_at, step_at
+from .runs import TrainerRun, TrainerStep, run_at, step_at, tracker_problem
 
 if TYPE_CHECKING:
     from mcore_rlhf.execution.run import Progress
@@ -48,6 +49,7 @@ class ChosenStep:
         step: Its number.
         passed_over: Newer steps, newest first, each with its state and what is wrong with it.
         of: What it is, where another trainer's run calls its steps otherwise than we do.
+        misled: What is wrong with trackers that are there, and name no step.
     """
 
     root: ReadablePath
@@ -56,6 +58,7 @@ class ChosenStep:
     step: int
     passed_over: tuple[Step, ...] = ()
     of: TrainerStep | None = None
+    misled: tuple[Problem, ...] = ()
 
     @property
     def undecided(self) -> tuple[Step, ...]:
@@ -63,7 +66,7 @@ class ChosenStep:
         return tuple(step for step in self.passed_over if step.nbytes and not step.quarantined)
 
     def damage(self) -> list[Problem]:
-        """What is wrong with newer steps that are damaged.
+        """What is wrong with newer steps that are damaged, and with trackers.
 
         Raises:
             Unsupported: One of them is a newer release's.
@@ -72,7 +75,7 @@ class ChosenStep:
         for step in damaged:
             _refuse_newer_release(step)
         advice = f"An older step is {self.folder}; mcore-rlhf steps {self.root} lists them all."
-        return [Problem(Corrupt, f"{step.path}: is damaged: {step.why}", advice) for step in damaged]
+        return [*self.misled, *(Problem(Corrupt, f"{step.path}: is damaged: {step.why}", advice) for step in damaged)]
 
     def require_newest(self) -> None:
         """Refuse to work on an older step than the newest, unless that was asked for.
@@ -161,13 +164,22 @@ def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
             named, why = found[0].step, "only one"
         for at, step in enumerate(found):
             if step.step == named and step in foreign:
-                return ChosenStep(root, step.path, why, step.step, tuple(found[:at]))
+                return ChosenStep(root, step.path, why, step.step, tuple(found[:at]), misled=_misled(root, step, found))
     listed = "; ".join(step.describe() for step in found[:_SHOWN]) or "there is no step at all"
     kind = Corrupt if any(step.state == "damaged" for step in found) else NotACheckpoint
     raise kind(
         f"{root}: no committed step in it: {listed}\n"
         f"mcore-rlhf steps {root} says what is there; name one with --step N, or give its folder."
     )
+
+
+def _misled(root: ReadablePath, step: Step, found: list[Step]) -> tuple[Problem, ...]:
+    """What is wrong with the tracker of the trainer that wrote a step."""
+    numbers, written = [one.step for one in found], writer_of(step.path)
+    if written is None or _tracker(root) in numbers or not written[0].tracker:
+        return ()
+    tracker = root / written[0].tracker
+    return (tracker_problem(tracker, written[0].title, numbers),) if is_there(tracker) else ()
 
 
 def _tracker(root: ReadablePath) -> int | None:
@@ -373,7 +385,7 @@ def _chosen_of(run: TrainerRun, step: int | None, newest_intact: bool, progress:
         )
     why = "tracker" if meant == tracked else "only one"
     over = tuple(passed_over[: numbers.index(meant)])
-    return ChosenStep(run.root, run.found[meant].folder, why, meant, over, run.found[meant])
+    return ChosenStep(run.root, run.found[meant].folder, why, meant, over, run.found[meant], tuple(run.misled()))
 
 
 def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:

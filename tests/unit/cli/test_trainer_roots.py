@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,3 +177,36 @@ def test_a_step_in_no_format_that_is_known_is_held_against_its_manifest(cli: Cli
     found = cli("verify", step)
     assert found.code == 1
     assert "worker-0.pt: is damaged: CRC-32" in found.stdout
+
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+TRACKERS = {
+    "openrlhf": (GOLDENS / "trainers" / "or_z2", "_actor/latest"),
+    "verl": (GOLDENS / "verl" / "fsdp2_ws3", "latest_checkpointed_iteration.txt"),
+}
+
+
+@pytest.mark.parametrize("said", [b"", bytes(5), b"x", b"global_step99"])
+@pytest.mark.parametrize("trainer", TRACKERS)
+def test_a_tracker_that_names_no_step_is_damage(cli: Cli, tmp_path: Path, trainer: str, said: bytes) -> None:
+    """Both begin anew at one that is empty, without a word."""
+    golden, tracker = TRACKERS[trainer]
+    root = tmp_path / "run"
+    shutil.copytree(golden, root if trainer == "openrlhf" else root / "global_step_3" / "actor")
+    if trainer == "verl":
+        (root / tracker).write_text("3")
+    assert cli("verify", root).code == 0
+    (root / tracker).write_bytes(said)
+    found = cli("verify", root, "--json")
+    assert (found.code, found.json["intact"], len(found.json["problems"])) == (1, False, 1)
+    assert f"{tracker}: names no step that is there (3)" in found.json["problems"][0]["message"]
+
+
+def test_a_step_without_what_its_trainer_needs_is_incomplete(cli: Cli, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "step_3"
+    shutil.copytree(GOLDENS / "trainers" / "nm_v1" / "step_3", step)
+    assert cli("verify", step).code == 0
+    (step / "training_info.json").unlink()
+    found = cli("verify", step, "--json")
+    assert (found.code, [one["kind"] for one in found.json["problems"]]) == (1, ["Incomplete"])
+    assert "NeMo-RL does not go on from the step" in found.json["problems"][0]["message"]
