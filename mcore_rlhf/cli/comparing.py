@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.crossing.alike import alike
+from mcore_rlhf.families.module import read_config
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of
 from mcore_rlhf.formats.registry import OF_ENGINES, detect, open_checkpoint
@@ -138,6 +140,8 @@ def _open(subject: Subject, role: str, states: str | None = None) -> Source:
         CheckpointError: Its optimizer is not understood, and is to be compared.
     """
     source = open_checkpoint(subject.models[role], subject.reading(role), partial=subject.alone)
+    if (given := subject.options.described_by) is not None:
+        source = replace(source, told=read_config(given))
     if source.unread and (states is None or states.strip() != PARAM):
         raise source.refused(f"{source.unread}\n--states {PARAM} compares the weights alone.")
     return source

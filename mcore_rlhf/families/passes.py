@@ -410,16 +410,9 @@ def _note_newer(p: Passage) -> None:
     p.source.notes.through([_NEWER], newer_non_persistent(located.root, located.iteration) if located else "")
 
 
-def _with_description(p: Passage) -> Source:
-    from .module import read_config
-
-    return replace(p.source, told=read_config(str(p.read.described_by)))
-
-
 _NEWER: Rule[str] = Rule(Fate.NOTE, "{found}", lambda text: text)
 
 OPENED = (
-    Pass("a description that was given", lambda p: p.read.described_by is not None, _with_description),
     Pass("a model that is whole", lambda p: p.module is not None, _require_whole),
     Pass("newer steps of the run", lambda p: p.megatron is not None and p.megatron.located is not None, _note_newer),
     Pass("a description", lambda p: p.megatron is not None or bool(p.source.family.config), lambda p: check_described(p.source)),

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from secrets import token_hex
 from typing import TypeVar
 
 from ..errors import NotACheckpoint
@@ -32,7 +31,7 @@ def age_s(path: Path) -> float:
     Raises:
         OSError: Nobody can say.
     """
-    beside = path.with_name(f".probe-{token_hex(8)}")
+    beside = path.with_name(f".probe-{os.urandom(8).hex()}")
     write_new(beside, b"")
     try:
         return beside.lstat().st_mtime - path.lstat().st_mtime

@@ -75,13 +75,15 @@ def observe_dist(wanted: DistSession) -> Observation:
 def write_in_this_process() -> None:
     """Megatron's own queue of results spawns a process; all is in one here. Before 0.15 other processes write."""
     import numpy as np
-    from megatron.core.dist_checkpointing.strategies import async_utils, base, filesystem_async
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from mcore_rlhf.demo.versions import MEGATRON
 
     if MEGATRON < (0, 16) and not hasattr(np, "product"):  # gone with NumPy 2
         setattr(np, "product", np.prod)  # noqa: B010
     if MEGATRON < (0, 15):
+        from megatron.core.dist_checkpointing.strategies import async_utils, base
+
         base.async_calls = async_utils.AsyncCallsQueue()  # ranks that have saved with others count otherwise
         return
     for name in ("_get_write_results_queue", "get_write_results_queue"):  # up to 0.16, and since

@@ -67,19 +67,18 @@ class Dealing:
         chosen = [groups[number] for number in positions]
         return positions[self.membership.index(param.name, len(param.shape), chosen)]
 
-    def as_met(self, params: Sequence[LocalParam], distributed: bool) -> Dealing:
+    def as_met(self, params: Sequence[LocalParam]) -> Dealing:
         """The same, with the groups of each optimizer in the order in which a rank meets them; those that it does not meet come last.
 
         Releases before 0.16 make them so, and those before 0.14 load a distributed optimizer's by position: where a stage begins
-        with a norm, its first group is the one that does not decay. Later ones find those by what they say, and sort all others
-        alike on all ranks, by a field that older ones do not give them. Sources: megatron-core 0.13.1, 0.15.3 and 0.16.1,
-        ``optimizer/__init__.py`` (``_get_param_groups``), ``optimizer/distrib_optimizer.py`` (``load_state_dict``).
+        with a norm, its first group is the one that does not decay. Later ones sort them alike on all ranks, by a field that older ones
+        do not give them, and it stays so. Sources: megatron-core 0.13.1, 0.15.3 and 0.16.1, ``optimizer/__init__.py``
+        (``_get_param_groups``), ``optimizer/distrib_optimizer.py`` (``load_state_dict``).
 
         Args:
             params: All parameters of a model-parallel rank, in registration order.
-            distributed: Whether the optimizer's states are dealt to data-parallel ranks.
         """
-        if not distributed and any(_SORTED in group.fields for groups in self.groups for group in groups):
+        if any(_SORTED in group.fields for groups in self.groups for group in groups):
             return self
         order = {(param.vpp_rank, param.name): number for number, param in enumerate(params)}
         met = [

@@ -260,9 +260,7 @@ class TreeMaker:
         chained, blueprint = self.rank.chained, self.rank.blueprint
         apart = blueprint.args.experts_apart(blueprint.choices.parallel)
         groups = groups_by_member(chained, self.state.groups, apart, blueprint.model.params, self.membership)
-        return Dealing(chained, groups, self.membership, apart).as_met(
-            self.rank.trained(), blueprint.choices.optimizer == DISTRIBUTED
-        )
+        return Dealing(chained, groups, self.membership, apart).as_met(self.rank.trained())
 
     def optimizer(self) -> object:
         """One dictionary, or one for each chained optimizer: what ``model_optim_rng.pt`` has of it."""

@@ -2,7 +2,7 @@
 
 PYTHONPATH=.venv/megatron-0.13.1 python tests/goldens/megatron_0_13/make.py
 
-Writes ``experts_tp2ep2`` and ``pp2`` beside this file, a folder for each format in either. The tests need no megatron-core.
+Writes ``experts_tp2ep2`` and ``pp2`` beside this file, and ``dist_…`` of both. The tests need no megatron-core.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def save(folder: str, wanted: DistSession) -> None:
 
 def main() -> None:
     for name, (model, parallel) in CASES.items():
-        shutil.rmtree(HERE / name, ignore_errors=True)
-        session = Session(model, parallel, Training(global_batch_size=8), save=f"{name}/torch")
+        for folder in (name, f"dist_{name}"):
+            shutil.rmtree(HERE / folder, ignore_errors=True)
+        session = Session(model, parallel, Training(global_batch_size=8), save=name)
         with WorkerPool(parallel.world_size) as pool:
-            wanted = DistSession(session, MODEL_SPACE, save=f"{name}/torch_dist")
+            wanted = DistSession(session, MODEL_SPACE, save=f"dist_{name}")
             pool.run(save, str(HERE), wanted, world_size=parallel.world_size)
         nbytes = sum(path.stat().st_size for path in (HERE / name).rglob("*") if path.is_file())
         print(f"{name}: {nbytes:,} bytes")

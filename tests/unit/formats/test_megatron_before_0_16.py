@@ -46,7 +46,7 @@ def converted(source: Path, target: Path, to: str, **write: Any) -> Job:
 
 @pytest.mark.parametrize("case", CASES)
 def test_flattened_states_are_those_of_the_legacy_save(case: str) -> None:
-    assert_equal(opened(GOLDENS / case / "torch_dist"), opened(GOLDENS / case / "torch"))
+    assert_equal(opened(GOLDENS / f"dist_{case}"), opened(GOLDENS / case))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -81,16 +81,16 @@ def members(root: Path) -> object:
 @pytest.mark.parametrize("case", CASES)
 def test_torch_dist_of_its_runs_is_stored_as_0_13_stores_it(case: str, tmp_path: Path) -> None:
     """Same keys, cells and shapes as in the file that 0.13.1 wrote at that step, which also its own loader asks for."""
-    job = converted(GOLDENS / case / "torch", tmp_path / "out", "megatron-dist", optimizer_sharding=MODEL_SPACE)
+    job = converted(GOLDENS / case, tmp_path / "out", "megatron-dist", optimizer_sharding=MODEL_SPACE)
     assert job.lossless
-    assert stored(tmp_path / "out") == stored(GOLDENS / case / "torch_dist")
-    assert_equal(opened(tmp_path / "out"), opened(GOLDENS / case / "torch"))
-    assert members(tmp_path / "out") == members(GOLDENS / case / "torch_dist")
+    assert stored(tmp_path / "out") == stored(GOLDENS / f"dist_{case}")
+    assert_equal(opened(tmp_path / "out"), opened(GOLDENS / case))
+    assert members(tmp_path / "out") == members(GOLDENS / f"dist_{case}")
 
 
 def test_cells_of_another_layout_hold_the_same(tmp_path: Path) -> None:
     converted(
-        GOLDENS / "experts_tp2ep2" / "torch",
+        GOLDENS / "experts_tp2ep2",
         tmp_path / "one",
         "megatron-dist",
         optimizer_sharding=MODEL_SPACE,
@@ -103,11 +103,11 @@ def test_cells_of_another_layout_hold_the_same(tmp_path: Path) -> None:
     qkv = keys["optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"]
     assert qkv[0] == (2, 1, 1, 32 * 16 + 16 * 16)
     converted(tmp_path / "one", tmp_path / "back", "megatron-dist", tp=2, ep=2, dp=2)
-    assert_equal(opened(tmp_path / "back"), opened(GOLDENS / "experts_tp2ep2" / "torch_dist"))
+    assert_equal(opened(tmp_path / "back"), opened(GOLDENS / "dist_experts_tp2ep2"))
 
 
 def test_what_older_releases_take_is_said(tmp_path: Path) -> None:
-    job = converted(GOLDENS / "pp2" / "torch_dist", tmp_path / "out", "megatron-dist")
+    job = converted(GOLDENS / "dist_pp2", tmp_path / "out", "megatron-dist")
     assert any(
         "an older one takes --optimizer-sharding fully_sharded_model_space" in line for _, line in job.report.lines
     )
@@ -128,10 +128,10 @@ def decays(root: Path) -> dict[str, list[float]]:
 
 def test_groups_stay_in_the_order_in_which_each_stage_meets_them(tmp_path: Path) -> None:
     """The last stage begins with a norm: its first group is the one that does not decay."""
-    theirs = decays(GOLDENS / "pp2" / "torch")
+    theirs = decays(GOLDENS / "pp2")
     assert theirs == {"mp_rank_00_000": [1.0, 0.0], "mp_rank_00_001": [0.0, 1.0]}
-    converted(GOLDENS / "pp2" / "torch", tmp_path / "same", "megatron")
+    converted(GOLDENS / "pp2", tmp_path / "same", "megatron")
     assert decays(tmp_path / "same") == theirs
-    converted(GOLDENS / "pp2" / "torch", tmp_path / "one", "megatron", pp=1)
+    converted(GOLDENS / "pp2", tmp_path / "one", "megatron", pp=1)
     converted(tmp_path / "one", tmp_path / "back", "megatron", pp=2)
     assert decays(tmp_path / "back") == theirs
