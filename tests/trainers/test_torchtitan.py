@@ -168,11 +168,6 @@ def test_what_no_run_can_be_like(
     assert not (tmp_path / "out").exists()
 
 
-def test_like_means_nothing_for_other_formats(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--like: means nothing with --to torch"):
-        to(STEP, tmp_path / "out", "torch", like=str(STEP))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
