@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import prod
 
 from mcore_rlhf.core.catalog import (
@@ -316,34 +317,30 @@ class Contents:
 
     def unflattened(self) -> dict[str, Shape]:
         """Whole shapes of those that are stored in flattened cells."""
-        return {fqn: shape for fqn, (shape, cell) in self._shapes().items() if cell is not None}
+        shapes = self._shapes() if prefixed(self.run) else {}
+        return {fqn: shape for fqn, (shape, cell) in shapes.items() if cell is not None}
 
     def _shapes(self) -> dict[str, tuple[Shape, Shape | None]]:
         """Whole shapes, and those of the cells, by key."""
         found: dict[str, tuple[Shape, Shape | None]] = {}
         experts = self.run.source.model.num_experts
         for part in (part for parts in self.files for part in parts):
+            cells = self._cells(part.spec) if self._flattened(part.state) else {}
             for home, shape in stacked(part.spec, self.spelling, self.num_layers, experts):
-                cell = self._cell_at(home, part.spec) if self._flattened(part.spec, part.state) else None
+                cell = home.turned(cells[home][0].shape) if home in cells else None
                 found.setdefault(self.fqn(home, part), (shape, cell))
         return found
 
-    def _flattened(self, spec: ParamSpec, state: str) -> bool:
+    def _flattened(self, state: str) -> bool:
         return state != PARAM and prefixed(self.run)
 
-    def _cell_at(self, home: Home, spec: ParamSpec) -> Shape:
-        """The shape of the cells of what lies at a home."""
-        for one, first, rows in homes_of(spec, self.spelling):
-            if one == home:
-                return home.turned(even_cells(self._boxes_of(spec), first, (rows, *spec.global_shape[1:]))[0].shape)
-        raise AssertionError(f"{spec.name} does not lie at {home.key}")
-
-    def _cells_of(self, spec: ParamSpec) -> tuple[Box, ...]:
-        """The parts of a parameter, alike in shape wherever they lie under one key."""
-        homes, boxes = homes_of(spec, self.spelling), self._boxes_of(spec)
-        return tuple(
-            box for _, first, rows in homes for box in even_cells(boxes, first, (rows, *spec.global_shape[1:]))
-        )
+    def _cells(self, spec: ParamSpec) -> dict[Home, tuple[Box, ...]]:
+        """The parts of a parameter by where they lie, alike in shape at each place."""
+        boxes = self._boxes_of(spec)
+        return {
+            home: even_cells(boxes, first, (rows, *spec.global_shape[1:]))
+            for home, first, rows in homes_of(spec, self.spelling)
+        }
 
     def fqn(self, home: Home, part: Part) -> str:
         """The key of a tensor."""
@@ -393,7 +390,7 @@ class Contents:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones, at, cell = (1,) * len(home.index), home.turned(offset), home.turned(box.shape)
-            if self._flattened(part.spec, part.state):
+            if self._flattened(part.state):
                 at, cell = (*(o // n for o, n in zip(at, cell, strict=True)), 0), (*(1,) * len(cell), prod(cell))
             yield TensorItem(self.fqn(home, part), part.dtype, (*home.index, *at), (*ones, *cell))
 
@@ -412,7 +409,7 @@ class Contents:
                 problems.add(type(error), f"{spec.name}: {error}")
                 continue
             for state in self.states(spec):
-                cells = self._cells_of(spec) if self._flattened(spec, state) else boxes
+                cells = tuple(chain(*self._cells(spec).values())) if self._flattened(state) else boxes
                 yield Part(state, self._dtype(spec, state), cells, spec)
         self._check_stacks(problems)
         problems.raise_if_any()
@@ -466,18 +463,14 @@ def even_cells(boxes: Sequence[Box], first: int, shape: Shape) -> tuple[Box, ...
         first: The first of the rows.
         shape: Of the rows.
     """
-    inside = tuple(
-        box for box in boxes if first <= (box.offset[0] if box.offset else 0) < first + (shape[0] if shape else 1)
-    )
-    whole = (Box((first, *(0,) * (len(shape) - 1)), shape),)
+    inside = tuple(box for box in boxes if first <= box.offset[0] < first + shape[0])
+    whole = Box((first, *(0,) * (len(shape) - 1)), shape)
     cell = inside[0].shape if inside else shape
-    starts = {
-        tuple(at % n for at, n in zip((box.offset[0] - first, *box.offset[1:]), cell, strict=True))
-        for box in inside
-        if all(cell)
-    }
-    even = {box.shape for box in inside} == {cell} and starts == {(0,) * len(shape)}
-    return inside if even and sum(box.numel for box in inside) == prod(shape) else whole
+    starts = (zip((box.offset[0] - first, *box.offset[1:]), cell, strict=True) for box in inside)
+    even = (
+        all(cell) and {box.shape for box in inside} == {cell} and not any(at % n for pairs in starts for at, n in pairs)
+    )
+    return inside if even and sum(box.numel for box in inside) == prod(shape) else (whole,)
 
 
 def gridded(shape: Shape, cell: Shape) -> Shape:
