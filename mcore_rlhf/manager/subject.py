@@ -22,11 +22,10 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
-from mcore_rlhf.trainers.known import writer_of
 
 from .run import steps
 from .run.steps import RESERVED, Step, tracker_text
-from .runs import TrainerRun, TrainerStep, run_at, step_at, tracker_problem
+from .runs import TrainerRun, TrainerStep, run_at, step_at
 
 if TYPE_CHECKING:
     from mcore_rlhf.execution.run import Progress
@@ -164,22 +163,15 @@ def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
             named, why = found[0].step, "only one"
         for at, step in enumerate(found):
             if step.step == named and step in foreign:
-                return ChosenStep(root, step.path, why, step.step, tuple(found[:at]), misled=_misled(root, step, found))
+                run = run_at(root)
+                misled = () if run is None else tuple(run.misled())
+                return ChosenStep(root, step.path, why, step.step, tuple(found[:at]), misled=misled)
     listed = "; ".join(step.describe() for step in found[:_SHOWN]) or "there is no step at all"
     kind = Corrupt if any(step.state == "damaged" for step in found) else NotACheckpoint
     raise kind(
         f"{root}: no committed step in it: {listed}\n"
         f"mcore-rlhf steps {root} says what is there; name one with --step N, or give its folder."
     )
-
-
-def _misled(root: ReadablePath, step: Step, found: list[Step]) -> tuple[Problem, ...]:
-    """What is wrong with the tracker of the trainer that wrote a step."""
-    numbers, written = [one.step for one in found], writer_of(step.path)
-    if written is None or _tracker(root) in numbers or not written[0].tracker:
-        return ()
-    tracker = root / written[0].tracker
-    return (tracker_problem(tracker, written[0].title, numbers),) if is_there(tracker) else ()
 
 
 def _tracker(root: ReadablePath) -> int | None:
