@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rlhf.demo import workers
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.manager.run import steps
 from tests.distributed import jobs
@@ -27,6 +28,13 @@ def test_a_rank_that_does_not_come(pool: WorkerPool, tmp_path: Path, call: str, 
                 assert f"without rank {absent}\n" in text, "every rank names who is missing"
 
 
+@pytest.fixture
+def survivors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool lets ranks that live speak before it ends them, on a busy machine too."""
+    monkeypatch.setattr(workers, "_GRACE", 60.0)
+
+
+@pytest.mark.usefixtures("survivors")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_in_the_background(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
     with pytest.raises(WorkerError) as failure:
@@ -38,14 +46,15 @@ def test_a_rank_that_dies_in_the_background(pool: WorkerPool, tmp_path: Path, vi
     assert [name for name in os.listdir(tmp_path) if ".partial-" in name or ".lock-" in name] == []
 
 
+@pytest.mark.usefixtures("survivors")
 def test_the_survivors_say_who_died(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         pool.run(jobs.one_dies_in_the_background, tmp_path, 1, world_size=3, timeout=30)
-    told = {rank: (tmp_path / f"told-{rank}").read_text() for rank in (0, 2) if (tmp_path / f"told-{rank}").exists()}
-    assert "1" in told[0]
-    assert "did not deliver its part" in told[0]
+    told = {rank: (tmp_path / f"told-{rank}").read_text() for rank in (0, 2)}
+    assert "rank 00001 did not deliver its part" in told[0]
 
 
+@pytest.mark.usefixtures("survivors")
 def test_a_dead_rank_is_waited_for_once_however_often_it_is_tried(pool: WorkerPool, tmp_path: Path) -> None:
     """Else the ranks that live would say that their own disk hangs, as they are still waiting."""
     with pytest.raises(WorkerError):
