@@ -391,7 +391,7 @@ class Contents:
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones, at, cell = (1,) * len(home.index), home.turned(offset), home.turned(box.shape)
             if self._flattened(part.state):
-                at, cell = (*(o // n for o, n in zip(at, cell, strict=True)), 0), (*(1,) * len(cell), prod(cell))
+                at, cell = (*(o // max(n, 1) for o, n in zip(at, cell, strict=True)), 0), (*(1,) * len(cell), prod(cell))
             yield TensorItem(self.fqn(home, part), part.dtype, (*home.index, *at), (*ones, *cell))
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
@@ -483,7 +483,7 @@ def gridded(shape: Shape, cell: Shape) -> Shape:
         cell: A cell of a parameter.
     """
     axes = len(shape) - len(cell)
-    return (*shape[:axes], *(whole // n for whole, n in zip(shape[axes:], cell, strict=True)), prod(cell))
+    return (*shape[:axes], *(whole // n if n else 1 for whole, n in zip(shape[axes:], cell, strict=True)), prod(cell))
 
 
 _At = tuple[Contents | BucketContents, int] | None

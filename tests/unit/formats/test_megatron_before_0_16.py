@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.formats.registry import format_named, open_checkpoint
+from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.differ import Differ
 from tests.helpers.plain_load import plain_load
@@ -104,6 +107,21 @@ def test_cells_of_another_layout_hold_the_same(tmp_path: Path) -> None:
     assert qkv[0] == (2, 1, 1, 32 * 16 + 16 * 16)
     converted(tmp_path / "one", tmp_path / "back", "megatron-dist", tp=2, ep=2, dp=2)
     assert_equal(opened(tmp_path / "back"), opened(GOLDENS / "dist_experts_tp2ep2"))
+
+
+def test_a_parameter_without_elements_has_one_cell_without_any() -> None:
+    source, none = opened(GOLDENS / "pp2"), "decoder.final_layernorm.weight"
+    params = [replace(spec, global_shape=(0,)) if spec.name == none else spec for spec in source.model.params]
+    source.model = replace(source.model, params=tuple(params), _index={})
+    target = format_named("megatron-dist").target(source, WriteOptions(optimizer_sharding=MODEL_SPACE))
+    directory = next(text for name, text in target.texts.items() if name.endswith(METADATA_FILE))
+    assert isinstance(directory, bytes)
+    found = _Unpickler(io.BytesIO(directory)).load()
+    key = f"optimizer.state.exp_avg.{none}"
+    one = found.state_dict_metadata[key]
+    assert (tuple(one.size), found.mcore_data[key]) == ((1, 0), {"nd_reformulated_orig_global_shape": (0,)})
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks] == [((0, 0), (1, 0))]
+    assert sum(len(file.layout().records) for file in target.files), "every file can be laid out"
 
 
 def test_what_older_releases_take_is_said(tmp_path: Path) -> None:
