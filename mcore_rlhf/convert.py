@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .core.account import Account, Fate, Report
+from .core.account import Account, Report
+from .core.facts import Fate
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
 from .core.tally import Tally

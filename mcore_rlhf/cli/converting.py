@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 
 from mcore_rlhf.convert import ConvertOptions, Job, Progress
-from mcore_rlhf.core.account import Fate, Kind
 from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.core.facts import Fate, Kind
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.execution.parts import begun
 from mcore_rlhf.families.job_options import PartNumber

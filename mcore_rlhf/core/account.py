@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .facts import ANY as ANY
-from .facts import WORSE, Asked, Rule
-from .facts import Fate as Fate
-from .facts import Inventory as Inventory
-from .facts import Item as Item
-from .facts import Kind as Kind
-from .facts import Reason as Reason
-from .facts import Said as Said
-from .facts import same as same
+from .facts import ANY, WORSE, Asked, Fate, Item, Kind, Reason, Rule, Said
 
 
 @dataclass(slots=True)

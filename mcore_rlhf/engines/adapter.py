@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import PARAM, Record, dtype_of
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.lora.base_model import BaseModel, ModelFingerprint, Runs, Sampled, SavedAdapter, fingerprint
 from mcore_rlhf.families.lora.config import AdapterConfig

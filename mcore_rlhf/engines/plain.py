@@ -12,7 +12,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.account import Report, same
-from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
 
 from .options import WriteOptions
 from .source import Source, TrainingState

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.account import Inventory, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Inventory
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Names, Source
 from mcore_rlhf.layouts.parallel import ParallelConfig

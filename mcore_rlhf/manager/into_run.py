@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes

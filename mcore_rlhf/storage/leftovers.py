@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.account import Reason
+from mcore_rlhf.core.facts import Reason
 
 from ..errors import Problems, StorageError, Unreadable, Untrusted
 from .links import enclose, require_inside

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mcore_rlhf.core.account import Item, Kind, named, same
+from mcore_rlhf.core.account import named
 from mcore_rlhf.core.cast import as_floats, differing_after_rounding
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
+from mcore_rlhf.core.facts import Item, Kind, same
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import OPAQUE, inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState, opaque_item

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from mcore_rlhf.core.account import Reason
+from mcore_rlhf.core.facts import Reason
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
-from mcore_rlhf.core.account import Fate, Item, Kind, Reason, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import EXP_AVG
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason
 from mcore_rlhf.errors import CheckpointError, Lossy
 from mcore_rlhf.families.inventory import ELEMENTS, state_dict_of
 from mcore_rlhf.families.megatron.new_run import NewRun

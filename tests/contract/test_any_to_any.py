@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_rlhf.core.account import Account, Fate, Kind, same
-from mcore_rlhf.core.facts import Facts
+from mcore_rlhf.core.account import Account
+from mcore_rlhf.core.facts import Facts, Fate, Kind, same
 from mcore_rlhf.families.crossing.alike import alike
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.formats.registry import FORMATS

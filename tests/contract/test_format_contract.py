@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import convert, prepare
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import PARAM, TensorName
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint
 from mcore_rlhf.families.options import ReadOptions

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate, same
 from mcore_rlhf.core.catalog import FLOAT32
+from mcore_rlhf.core.facts import Fate, same
 from mcore_rlhf.errors import CheckpointError, Corrupt
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

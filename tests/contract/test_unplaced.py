@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, prepare
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.inventory import OPAQUE
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.formats.registry import FORMATS, format_named
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.table import Architecture

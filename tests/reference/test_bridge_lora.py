@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo.configs import Parallel, Training
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

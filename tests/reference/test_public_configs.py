@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.models.huggingface import ARCHITECTURES

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.crossing.packing import from_files, from_modules

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

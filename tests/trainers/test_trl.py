@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from tests.trainers.lab import PROJECT, Lab
 
 RELEASE, RANDOM = "trl-1.16.0", "rng_state.pth"

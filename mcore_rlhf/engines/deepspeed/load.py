@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, Shape, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems

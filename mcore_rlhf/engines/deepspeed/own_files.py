@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, dtype_of, row_major
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Corrupt, Incomplete, Problem
 from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of

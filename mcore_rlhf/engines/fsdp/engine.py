@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import live_source
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

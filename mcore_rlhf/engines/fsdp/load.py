@@ -11,9 +11,10 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, Chunk, DType, TensorEntry, TensorName, dtype_of, row_major
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.fsdp.state import SCHEDULER, SCHEDULERS, VERSION

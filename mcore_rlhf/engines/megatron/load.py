@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import new_rows
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.engines.stateful import torch_values

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, Box, Chunk, TensorEntry, TensorName, dtype_of, row_major
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.families.megatron.arguments import Arguments
 
 from .optimizers import ChainMember

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
 from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.module import ModuleState, described
 from mcore_rlhf.families.source import Source

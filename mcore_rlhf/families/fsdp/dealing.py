@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy, Problems
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.storage.torch_values import SmallTensor

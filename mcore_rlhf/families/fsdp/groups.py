@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, cast
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, Shape
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.storage.paths import ReadablePath

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torchzip import Directory
 

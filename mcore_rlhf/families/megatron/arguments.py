@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks

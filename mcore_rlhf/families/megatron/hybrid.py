@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from mcore_rlhf.core.account import same
-from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values, same
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.models.hybrid import Pattern

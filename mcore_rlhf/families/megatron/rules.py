@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.core.chunks import new_rows
-from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values, same
 from mcore_rlhf.families.inventory import COPIED_MASTERS, ELEMENTS, LEAVES_OUT
 from mcore_rlhf.layouts.pipeline import PipelineSplit
 from mcore_rlhf.models.megatron import OUTPUT

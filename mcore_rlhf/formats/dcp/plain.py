@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity

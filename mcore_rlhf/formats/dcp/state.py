@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.account import Fate, Inventory, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Inventory
 from mcore_rlhf.families.fsdp.state import ONE_SCHEDULER, RNG, SCHEDULERS, scheduler_of
 from mcore_rlhf.families.inventory import value_items
 from mcore_rlhf.families.module import ModuleState

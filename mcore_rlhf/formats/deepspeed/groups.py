@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import ADAMS, MASTER, Shape
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup

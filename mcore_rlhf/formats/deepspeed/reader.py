@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from mcore_rlhf.core.account import Report, same
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values, same
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, leaves_out_frozen, scaler_of

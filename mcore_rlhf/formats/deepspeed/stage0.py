@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import FLOATING, MASTER, DType, Shape
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.layouts.zero import FlatGroup

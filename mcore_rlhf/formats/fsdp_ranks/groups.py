@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from mcore_rlhf.core.account import Fate, Report, same
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, same
 from mcore_rlhf.errors import LayoutMismatch, Problems
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import completed

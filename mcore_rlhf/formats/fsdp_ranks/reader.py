@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
-from mcore_rlhf.core.account import Fate, Report, same
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     FLOAT32,
     FLOATING,
@@ -23,6 +23,7 @@ from mcore_rlhf.core.catalog import (
     TensorName,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from mcore_rlhf.core.account import Fate, Inventory, Item, Kind, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     FLOAT32,
     FLOATING,
@@ -23,6 +23,7 @@ from mcore_rlhf.core.catalog import (
     dtype_of,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked

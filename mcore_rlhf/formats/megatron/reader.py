@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Report, same
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate, Item, Kind, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import (

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     FLOAT16,
     MASTER,
     PARAM,
 )
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Incomplete, Lossy, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.dealing import Dealing

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Chunk, TensorEntry, TensorName, dot
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.state import MegatronState

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, Collected, name_numbers

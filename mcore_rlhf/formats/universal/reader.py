@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
     FLOAT16,
@@ -25,6 +25,7 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.megatron.groups import of_matrices

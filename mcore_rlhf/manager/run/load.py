@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.base import LoadRequest, PreparedLoad
 from mcore_rlhf.engines.stateful import Undo, torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problem, Problems, StorageError, Unreadable

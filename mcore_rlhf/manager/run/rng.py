@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.base import HasRng
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported
 

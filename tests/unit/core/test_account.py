@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from mcore_rlhf.core.account import Account, Fate, Item, Kind, Reason, Report, Said, same
-from mcore_rlhf.core.facts import Facts, Inventory, Rule
+from mcore_rlhf.core.account import Account, Report
+from mcore_rlhf.core.facts import Facts, Fate, Inventory, Item, Kind, Reason, Rule, Said, same
 
 LR = Item(Kind.GROUP, "lr")
 SEED = Item(Kind.ARGUMENT, "seed")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_rlhf.core.account import Fate, Item, Kind, Said
 from mcore_rlhf.core.catalog import EXP_AVG, FLOAT32, MASTER, PARAM, TensorEntry, TensorName
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate, Item, Kind, Said
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.formats.accounting import tensors_of

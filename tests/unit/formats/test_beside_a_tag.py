@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate
-from mcore_rlhf.core.facts import same
+from mcore_rlhf.core.facts import Fate, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Untrusted
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS, rng_item

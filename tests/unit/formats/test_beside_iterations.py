@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Untrusted
 from mcore_rlhf.families.options import ConvertOptions
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert, prepare
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Lossy, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

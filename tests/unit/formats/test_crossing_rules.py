@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import EXP_AVG, MASTER
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import crossed

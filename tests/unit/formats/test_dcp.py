@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert, prepare
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.dcp_by_torch import load, save

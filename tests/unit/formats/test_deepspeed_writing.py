@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import PARAM
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.deepspeed import FORMAT

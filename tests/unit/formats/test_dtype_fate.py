@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.options import WriteOptions
 

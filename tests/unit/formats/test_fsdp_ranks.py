@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.fsdp.groups import choices
 from mcore_rlhf.families.module import ModuleState

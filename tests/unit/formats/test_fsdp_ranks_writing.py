@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, Record
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import (
     Corrupt,
     Incomplete,

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate, Kind
+from mcore_rlhf.core.facts import Fate, Kind
 from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.verify.checkpoint import Depth, verify

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import dtype_of
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

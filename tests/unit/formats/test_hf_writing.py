@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, UsageError
 from mcore_rlhf.families.options import WriteOptions
 from tests.helpers import universal_by_hand

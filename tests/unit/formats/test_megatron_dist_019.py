@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.core.account import Fate, Item, Kind, Reason
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source, bytes_of

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate, Item, Kind
 from mcore_rlhf.core.catalog import MASTER
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source

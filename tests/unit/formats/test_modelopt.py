@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.formats.megatron_dist.folders import is_dist_folder
 from tests.helpers.conversions import options

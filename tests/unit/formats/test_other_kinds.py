@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Lossy
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.cast import differing_after_rounding
 from mcore_rlhf.core.catalog import (
     BFLOAT16,
@@ -26,6 +25,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import words_of
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.megatron.remainders import Joins, joined_masters
 from mcore_rlhf.families.options import ReadOptions, WriteOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.state import RngMaker

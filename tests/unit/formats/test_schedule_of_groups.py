@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.chunks import Chunks
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState

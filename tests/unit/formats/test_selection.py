@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import convert, prepare
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import TensorName
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import Job, convert
-from mcore_rlhf.core.account import Fate
 from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.megatron_dist import torch_dcp

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rlhf.core.account import same
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.core.account import Fate
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import bytes_of

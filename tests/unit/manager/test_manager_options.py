@@ -105,7 +105,8 @@ def test_random_states_are_kept_where_a_role_goes_or_comes(tmp_path: Path, caplo
     ],
 )
 def test_which_layouts_have_the_same_ranks(saved: str, live: str, same: bool) -> None:
-    from mcore_rlhf.core.account import Fate, Report
+    from mcore_rlhf.core.account import Report
+    from mcore_rlhf.core.facts import Fate
     from mcore_rlhf.manager.run.rng import RngKeeper, captured
 
     report = Report()

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rlhf.core.account import Fate, Report
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch
 from mcore_rlhf.manager.run.rng import RngKeeper, RngState, captured, derived, file_content, put_back
 

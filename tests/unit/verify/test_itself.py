@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, prepare
-from mcore_rlhf.core.account import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Lossy
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
