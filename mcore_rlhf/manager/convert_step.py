@@ -50,6 +50,7 @@ from .into_run import (
     beside,
     resolved,
     say_what_was_counted,
+    settle_data,
     track,
     values_of,
 )
@@ -138,10 +139,12 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         job = StepJob(step, jobs, {name: name for name in step.others}, places={role: role for role in jobs})
         _note(job)
     else:
-        first = next(iter(jobs.values())).source
+        planned = next(iter(jobs.values()))
+        first = planned.source
         add_position(around, trainer, first)
         say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args)
+        settle_data(around, trainer, planned.target.parallel.dp)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
         job = StepJob(step, jobs, around.files, around.texts, places, around.report)

@@ -22,13 +22,13 @@ from mcore_rlhf.families.trainer_files import ROWS, RunFiles
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
 from mcore_rlhf.trainers.table import STEP, Trainer
 
 from .rlhf.data_state import WHERE
-from .runs import run_at
+from .runs import run_at, step_at
 from .subject import Subject
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
@@ -98,13 +98,21 @@ class Beside:
         files: Files of the source that are taken over, by their names in the target.
         texts: New files.
         data: The state of the loader, where the trainer keeps it among a model's values.
+        ranks: How many loaders shared the data of the source's run.
+        said: Where the loader's state goes, and of which items that speaks; None where there is none.
         report: What became of every file beside the source's models.
     """
 
     files: dict[str, str] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     data: object = None
+    ranks: int = 1
+    said: tuple[str, tuple[Item, ...]] | None = None
     report: Report = field(default_factory=Report)
+
+    def goes_on(self, text: str, *about: Item) -> None:
+        """Note where the loader's state goes; :func:`settle_data` says it."""
+        self.said = text, about
 
 
 def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subject:
@@ -192,19 +200,13 @@ def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> No
         )
     elif not trainer.data:
         found.data = tree["state"] if own else tree
-        found.report.add(
-            Fate.KEPT, f"{name}, among the values of the first model: for the same data in the same order", item
-        )
+        found.goes_on(f"{name}, among the values of the first model", item)
     elif not own:
-        found.files[trainer.data] = name
-        found.report.add(
-            Fate.KEPT, f"{name}, byte for byte, as {trainer.data}: for the same data in the same order", item
-        )
+        found.files[trainer.data_file()] = name
+        found.goes_on(f"{name}, byte for byte, as {trainer.data}", item)
     else:
-        found.texts[trainer.data] = saved(tree["state"], trainer.data)
-        found.report.add(
-            Fate.KEPT, f"the loader's state in {name}, as {trainer.data}: for the same data in the same order", item
-        )
+        found.texts[trainer.data_file()] = saved(tree["state"], trainer.data_file())
+        found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
 
 
 def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
@@ -243,8 +245,10 @@ def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         trainer: Whose run it is.
         opened: The model; a file that is taken counts as opened from then on, so that every byte of it is checked.
     """
+    if not _wants_loader(trainer) or _take_shares(found, trainer, opened):
+        return
     row = next((row for row in ROWS if row.loader and row.format in _formats(opened)), None)
-    if row is None or not _wants_loader(trainer) or not (opened.root / row.loader).is_file():
+    if row is None or not (opened.root / row.loader).is_file():
         return
     name, told = row.loader, f"{trainer.title} begins its data anew"
     if wrong := _not_the_runs(opened, row):
@@ -254,22 +258,81 @@ def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         file = read_pt(opened.root, name)
         position = file.materialize(file.tree)
         wrong = _unfit(position, [opened.state.iteration], opened.state.iteration) or _without_sampler(position)
-        text = b"" if wrong or not trainer.data else saved(position, trainer.data)
+        text = b"" if wrong or not trainer.data else saved(position, trainer.data_file())
     except CheckpointError as error:
         wrong = str(error)
     if wrong:
         found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
         return
     if trainer.data:
-        found.texts[trainer.data] = text
+        found.texts[trainer.data_file()] = text
     else:
         found.data = position
-    place = f"as {trainer.data}" if trainer.data else "among the values of the first model"
-    found.report.add(Fate.KEPT, f"{name}, {place}: for the same data in the same order")
-    opened.files = (*opened.files, StoredFile.of_zip(name, file.directory))
+    found.goes_on(f"{name}, {_as_what(trainer)}")
+    _count_as_opened(opened, {name: file})
+
+
+def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
+    """Take what the loader of each data-parallel rank has beside a model alone, as in verl's SFT; whether it is such a step."""
+    step = step_at(opened.root)
+    if step is None or not step.trainer.of_each_rank:
+        return False
+    found.ranks = opened.parallel.dp
+    names = [step.trainer.data_file(rank) for rank in range(found.ranks)]
+    names = [name for name in names if (opened.root / name).is_file()]
+    files, wrong = dict[str, PtFile](), ""
+    try:
+        for name in names:
+            files[name] = read_pt(opened.root, name)
+            found.data = files[name].materialize(files[name].tree)
+            wrong = wrong or _unfit(found.data, [opened.state.iteration], opened.state.iteration)
+    except CheckpointError as error:
+        wrong = str(error)
+    if trainer.data or wrong or found.ranks != 1:
+        found.data = None
+    if wrong:
+        found.report.add(Fate.LOST, f"{', '.join(names)}: {wrong}; {trainer.title} begins its data anew")
+    elif names:
+        if trainer.data:
+            found.files |= {
+                trainer.data_file(rank) if trainer.of_each_rank else trainer.data: name
+                for rank, name in enumerate(names)
+            }
+        found.goes_on(f"{', '.join(names)}, {_as_what(trainer)}")
+        _count_as_opened(opened, files)
+    return True
+
+
+def _count_as_opened(opened: Source, files: Mapping[str, PtFile]) -> None:
+    opened.files = (*opened.files, *(StoredFile.of_zip(name, file.directory) for name, file in files.items()))
     if opened.carried is not None:
-        left = tuple(item for item in opened.carried.found if item.path != name)
+        left = tuple(item for item in opened.carried.found if item.path not in files)
         opened.carried = replace(opened.carried, found=left)
+
+
+def _as_what(trainer: Trainer) -> str:
+    return f"as {trainer.data}" if trainer.data else "among the values of the first model"
+
+
+def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
+    """Say what becomes of the loader's state: it goes on where as many loaders share the data as before.
+
+    Args:
+        found: What goes along.
+        trainer: Whose run it goes into.
+        dp: Data-parallel ranks of the new run.
+    """
+    if found.said is None:
+        return
+    (text, about), wanted = found.said, dp if trainer.of_each_rank else 1
+    if found.ranks == wanted:
+        found.report.add(Fate.KEPT, f"{text}: for the same data in the same order", *about)
+        return
+    for kept in (found.files, found.texts):
+        for rank in range(max(found.ranks, wanted)):
+            kept.pop(trainer.data_file(rank), None)
+    shares = f"counts the shares of {found.ranks} data-parallel ranks, and {trainer.title} has {wanted} there"
+    found.report.add(Fate.LOST, f"{text}: {shares}; its data begin anew", *about)
 
 
 def _not_the_runs(opened: Source, row: RunFiles) -> str:
@@ -295,7 +358,7 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         trainer: Whose run it is.
         opened: The first model.
     """
-    if not trainer.data or trainer.data in (*found.files, *found.texts):
+    if not trainer.data or trainer.data_file() in (*found.files, *found.texts):
         return
     state = opened.state
     asking = ((trained, name) for trained in TRAINERS for name, what in trained.asks.items() if what == _DATA)
@@ -308,12 +371,11 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
             found.report.add(Fate.LOST, f"{key}: {wrong}; {trainer.title} begins its data anew")
             continue
         try:
-            found.texts[trainer.data] = saved(position, trainer.data)
+            found.texts[trainer.data_file()] = saved(position, trainer.data_file())
         except CheckpointError as error:
             found.report.add(Fate.LOST, f"{key}: {error}")
             continue
-        text = f"{key}, among the values of the first model, as {trainer.data}: for the same data in the same order"
-        found.report.add(Fate.KEPT, text)
+        found.goes_on(f"{key}, among the values of the first model, as {trainer.data}")
         return
 
 
@@ -325,7 +387,7 @@ def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> Non
         trainer: Whose run it goes into.
         opened: The first model.
     """
-    if not _wants_loader(trainer) or found.data is not None or trainer.data in (*found.files, *found.texts):
+    if not _wants_loader(trainer) or found.data is not None or trainer.data_file() in (*found.files, *found.texts):
         return
     former = next((one for one in TRAINERS if one.skips and not _formats(opened).isdisjoint(one.formats)), None)
     if former is None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
 from mcore_rlhf.formats.registry import is_model
@@ -28,8 +29,12 @@ from .run.steps import Step
 
 
 def manifest_of(trainer: Trainer) -> str:
-    """What our manifest is called in a trainer's step: in a model's own folder, or one that has several steps, what conversions leave."""
-    return MANIFEST_NAME if trainer.alone or trainer.by_role else steps.MANIFEST
+    """What our manifest is called in a trainer's step: in a model's own folder, or one that has several steps, what conversions leave.
+
+    In folders that are called as our steps are, it is a step's.
+    """
+    ours = steps.step_of(PurePath(trainer.folder_of(0))) is not None
+    return MANIFEST_NAME if (trainer.alone and not ours) or trainer.by_role else steps.MANIFEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,11 +88,12 @@ _OF_TRAINERS = {
     r"scheduler([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": WITH_OPTIMIZER[1],
     r"scaler([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": WITH_OPTIMIZER[2],
     r"(rng_state|random_states)([_.-].*)?\.(pt|pth|bin|pkl|safetensors)": "random states of a rank",
-    r"(sampler|dl_state_dict)(_\d+)?\.bin": "the data loader's position",
+    r"(sampler|dl_state_dict)(_\d+)?\.bin|data(_\d+)?\.pt": "the data loader's position",
     re.escape(COUNTERS): "the trainer's counters",
 }
 """Source: transformers 5.23.0, ``trainer.py`` (``OPTIMIZER_NAME``, …), ``trainer_callback.py``; accelerate 1.15.0, ``utils/constants.py``,
-``checkpointing.py``; DeepSpeed 0.19.8, ``runtime/engine.py`` (``_get_zero_ckpt_name``)."""
+``checkpointing.py``; DeepSpeed 0.19.8, ``runtime/engine.py`` (``_get_zero_ckpt_name``); verl 0.9.1,
+``utils/checkpoint/checkpoint_handler.py``."""
 _TRAINER_FOLDER = re.compile(r"(optimizer|optim)(_\d+)?")
 _FOREIGN_FOLDERS = frozenset(
     {".git", ".hg", ".svn", ".dvc", ".cache", ".huggingface", ".locks", "__pycache__", ".ipynb_checkpoints"}

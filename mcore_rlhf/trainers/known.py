@@ -27,9 +27,9 @@ from . import (
 from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER, transformers.TRAINER,
-    open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER, ray_train.TRAINER,
-    slime.TRAINER, megatron.BRIDGE, megatron.LM,
+    verl.TUNING, verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
+    ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
 
 

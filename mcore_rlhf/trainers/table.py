@@ -57,7 +57,8 @@ class Trainer:
         tracked: What stands in the tracker.
         counted: The file of ``torch.save`` in the root by whose ``step`` it goes before it looks at the tracker; empty where there is none.
         resumes: What it goes on from by itself.
-        data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not.
+        data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not. With
+            ``{rank}``, each data-parallel rank has one, of its share.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
             the loader's own state.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
@@ -127,6 +128,15 @@ class Trainer:
             if like is not None and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors")
         )
         return next(shown, next(iter(self.parts), None))
+
+    @property
+    def of_each_rank(self) -> bool:
+        """Whether each data-parallel rank says for itself how far its share of the data is."""
+        return "{rank}" in self.data
+
+    def data_file(self, rank: int = 0) -> str:
+        """The file that says how far the data are, or a rank's share; empty where there is none."""
+        return self.data.format(rank=rank)
 
     def folder_of(self, step: int) -> str:
         """The name of a step's folder."""

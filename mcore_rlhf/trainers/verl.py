@@ -1,4 +1,4 @@
-"""verl: ``<default_local_dir>/global_step_N/{actor,critic}``, ``data.pt`` beside them, and a tracker.
+"""verl: ``<default_local_dir>/global_step_N/{actor,critic}``, ``data.pt`` beside them, and a tracker; its SFT has a model alone in a step.
 
 Source: verl b178a3c, ``verl/trainer/ppo/ray_trainer.py`` (``_save_checkpoint``, ``_load_checkpoint``),
 ``verl/utils/checkpoint/checkpoint_manager.py`` (``find_latest_ckpt_path``: without a tracker training begins from scratch);
@@ -18,7 +18,9 @@ from mcore_rlhf.families.run_folders import CONTENTS, SPLIT_BESIDE, SPLIT_MODEL,
 
 from .table import Trainer
 
-_SCHEDULE = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler=True"
+_OF_SCHEDULE = "use_checkpoint_opt_param_scheduler=True"
+_SCHEDULE = f"actor_rollout_ref.actor.optim.{_OF_SCHEDULE}"
+_TOLD = "trainer.default_local_dir={root} trainer.resume_mode=auto"
 _PARTS = DistParts(
     SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
     "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
@@ -38,5 +40,28 @@ TRAINER = Trainer(
     data="data.pt",
     formats=("fsdp-ranks", "megatron-dist"),
     parts=(_PARTS, replace(_PARTS, model="", told=_SCHEDULE)),
-    told="trainer.default_local_dir={root} trainer.resume_mode=auto",
+    told=_TOLD,
 )  # fmt: skip
+
+_TUNING_PARTS = replace(
+    _PARTS,
+    told=f"engine.use_dist_checkpointing=True engine.dist_checkpointing_path={{path}}/{SPLIT_MODEL} optim.{_OF_SCHEDULE}",
+)
+TUNING = Trainer(
+    name="verl-sft",
+    title="verl's SFT",
+    steps=TRAINER.steps,
+    marks=(
+        "data_*.pt", "model_world_size_*_rank_*.pt", "fsdp_config.json", "dist_ckpt", "ckpt_contents.json", "model/dist_ckpt",
+        "optimizer/dist_ckpt", "huggingface",
+    ),
+    over=("verl",),
+    tracker=TRAINER.tracker,
+    data="data_{rank}.pt",
+    formats=TRAINER.formats,
+    parts=(_TUNING_PARTS, replace(_TUNING_PARTS, model="", told=f"optim.{_OF_SCHEDULE}")),
+    told=_TOLD,
+)  # fmt: skip
+"""Source: verl 0.9.1, ``verl/trainer/sft_trainer.py`` (``SFTTrainer``), ``verl/utils/checkpoint/checkpoint_handler.py``
+(``CheckpointHandler.save_checkpoint``: each data-parallel rank has the loader's state, all alike); 0.7.0, ``fsdp_sft_trainer.py``, whose
+``data.pt`` is rank 0's."""

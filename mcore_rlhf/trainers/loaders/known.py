@@ -19,6 +19,6 @@ from . import (
 )
 
 LOADERS: tuple[Loader, ...] = (
-    megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER,
+    megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, verl.TUNING_LOADER,
     openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from mcore_rlhf.trainers.resuming import (
     Thing,
     rows_of,
 )
-from mcore_rlhf.trainers.verl import TRAINER
+from mcore_rlhf.trainers.verl import TRAINER, TUNING
 
 from . import verl_megatron
 
@@ -122,10 +122,7 @@ _ENGINES = (
 """Engines that have checkpoints of their own; veomni's are rank files as FSDP's are."""
 
 
-ROWS = rows_of(
-    "verl 0.9.1, verl/",
-    Habit(EVERYTHING, _ANEW, "resume_mode is disable: nothing is loaded", _IN_DRIVER,
-        lambda seen: seen.settings.get("trainer.resume_mode") == "disable"),
+_MODEL = (
     *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
@@ -143,6 +140,19 @@ ROWS = rows_of(
         lambda seen: seen.has("lora_adapter/*") and not seen.has("model_world_size_*")),
     Habit((Thing.LORA,), _RESTORED, "with the weights; lora_adapter/ is for serving", _IN_FSDP,
         has("lora_adapter/*")),
+)  # fmt: skip
+"""What becomes of a model and its optimizer, whichever trainer of verl's loads them."""
+
+
+def _anew(where: str) -> Habit:
+    return Habit(EVERYTHING, _ANEW, "resume_mode is disable: nothing is loaded", where,
+        lambda seen: seen.settings.get("trainer.resume_mode") == "disable")  # fmt: skip
+
+
+ROWS = rows_of(
+    "verl 0.9.1, verl/",
+    _anew(_IN_DRIVER),
+    *_MODEL,
     Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name; an adaptive KL coefficient is not stored",
         _IN_DRIVER),
     Habit((Thing.DATA,), _ANEW, "data.pt is not there: a printed warning, and the data from the start", _IN_DRIVER,
@@ -153,4 +163,32 @@ ROWS = rows_of(
         _IN_DRIVER),
 )  # fmt: skip
 
+
+_IN_HANDLER = "utils/checkpoint/checkpoint_handler.py:{}"
+
+
+def _data_lacks(seen: Seen) -> object:
+    """Data-parallel ranks that load have no file: ``{file}`` and ``{ranks}``."""
+    world = min(_world(seen), MOST_RANKS)
+    dp = seen.held.dp if verl_megatron.ON_MEGATRON(seen) else world // (seen.settings.number(_SEQUENCE) or 1)
+    there = seen.ranks(TUNING.data)
+    gone = [rank for rank in range(dp) if rank not in there]
+    return gone and {"file": TUNING.data_file(gone[0]), "ranks": f"{len(gone)} of {dp}"}
+
+
+_SEQUENCE = "engine.ulysses_sequence_parallel_size"
+TUNED = rows_of(
+    "verl 0.9.1, verl/",
+    _anew(_IN_HANDLER.format("201 (_determine_resume_path)")),
+    *_MODEL,
+    Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name", _IN_HANDLER.format("151 (load_checkpoint)"), ran=True),
+    Habit((Thing.DATA,), _REFUSED, "{file} {wrong}: loading it fails", _IN_HANDLER.format("177 (_load_dataloader_state)"),
+        broken(TUNING.data.format(rank="*")), True),
+    Habit((Thing.DATA,), _ANEW, "{file} is not there ({ranks} ranks): a printed warning, and its rank's data from the start",
+        _IN_HANDLER.format("188 (_load_dataloader_state)"), _data_lacks, True),
+    Habit((Thing.DATA,), _RESTORED, f"{TUNING.data} of each data-parallel rank", _IN_HANDLER.format("178 (_load_dataloader_state)"),
+        ran=True),
+)  # fmt: skip
+
 LOADER = Loader(TRAINER, "0.9.1", ROWS, ("trainer.resume_from_path",))
+TUNING_LOADER = Loader(TUNING, "0.9.1", TUNED, ("trainer.resume_from_path",))

@@ -29,16 +29,21 @@ ON_MEGATRON = has("dist_ckpt/*", "*/dist_ckpt/*")
 """The step is one of the Megatron backend, in either layout."""
 
 
-def of_role(seen: Seen) -> str:
-    """What the configuration calls a role."""
-    return "critic" if seen.role == "critic" else "actor"
+def _keys(seen: Seen, name: str) -> tuple[str, ...]:
+    """Where the configuration says something of a role; that of SFT has no roles, and one engine.
+
+    Source: verl 0.9.1, ``verl/trainer/config/{ppo_megatron_trainer,sft_trainer_engine}.yaml``.
+    """
+    alone = name.replace("megatron.", "engine.")
+    role = "critic" if seen.role == "critic" else "actor"
+    return (f"{role}.{name}", *([alone] if alone in seen.settings.values else ()))
 
 
 def left_out(*contents: str) -> Callable[[Seen], object]:
     """The role's ``load_contents`` names none of some contents."""
 
     def when(seen: Seen) -> object:
-        found = seen.settings.listed(f"{of_role(seen)}.checkpoint.load_contents")
+        found = seen.settings.listed(*_keys(seen, "checkpoint.load_contents"))
         return found is not None and not {*contents} & {*found}
 
     return when
@@ -46,7 +51,7 @@ def left_out(*contents: str) -> Callable[[Seen], object]:
 
 def _says(name: str) -> Callable[[Seen], bool]:
     """The role's configuration says yes to a key; it is off unless it does."""
-    return lambda seen: seen.settings.says(f"{of_role(seen)}.{name}")
+    return lambda seen: seen.settings.says(*_keys(seen, name))
 
 
 _BESIDE = _says("megatron.use_dist_checkpointing")
@@ -131,7 +136,7 @@ def _other_degrees(seen: Seen) -> object:
     if seen.held.problem or not seen.held.args or not ON_MEGATRON(seen):
         return None
     was = [_size(seen.held.args.get(name)) for name in _DEGREES]
-    said = [seen.settings.number(f"{of_role(seen)}.megatron.{name}") for name in _DEGREES]
+    said = [seen.settings.number(*_keys(seen, f"megatron.{name}")) for name in _DEGREES]
     now = [one or before for one, before in zip(said, was, strict=True)]
     return {"was": f"TP{was[0]} PP{was[1]}", "now": f"TP{now[0]} PP{now[1]}"} if was != now else None
 
