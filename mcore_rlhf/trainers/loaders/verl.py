@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import UNRATED, both, broken, has, stateless, uneven, ungrouped, unrated, without
+from mcore_rlhf.trainers.conditions import (
+    UNRATED,
+    both,
+    broken,
+    has,
+    other_dtype,
+    stateless,
+    uneven,
+    ungrouped,
+    unrated,
+    without,
+)
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -102,6 +113,12 @@ _KEYS = (
 )  # fmt: skip
 
 
+def _other_dtype(seen: Seen) -> object:
+    """FSDP makes a role's model in ``model_dtype``, of its engine or, before 0.9, of its model."""
+    part = "critic" if seen.role == "critic" else "actor"
+    return _FSDP(seen) and other_dtype(f"{part}.fsdp_config.model_dtype", f"{part}.model.fsdp_config.model_dtype")(seen)
+
+
 _AUTOMODEL = both(has("model/*"), has("optim/.metadata"))
 _TITAN = has("step-*/.metadata")
 _ENGINES = (
@@ -138,6 +155,8 @@ ROWS = rows_of(
         ran=True),
     Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _IN_FSDP, ran=True),
     Habit(_EXTRA, _RESTORED, "extra_state_world_size_….pt of each rank", _IN_FSDP, ran=True),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of model_dtype, moments too; nothing is said", _IN_FSDP,
+        _other_dtype, True),
     Habit((Thing.LORA,), _IGNORED, "lora_adapter/ is for serving; the adapter goes on from model_world_size_….pt",
         _IN_FSDP,
         lambda seen: seen.has("lora_adapter/*") and not seen.has("model_world_size_*")),
