@@ -113,10 +113,12 @@ _KEYS = (
 )  # fmt: skip
 
 
+_MODEL_DTYPE = {"critic": ("critic.fsdp.model_dtype", "critic.model.fsdp_config.model_dtype")}
+"""Where the configuration has a role's, in 0.9.1 and in 0.7; any other role's is the actor's."""
+
+
 def _other_dtype(seen: Seen) -> object:
-    """FSDP makes a role's model in ``model_dtype``, of its engine or, before 0.9, of its model."""
-    part = "critic" if seen.role == "critic" else "actor"
-    return _FSDP(seen) and other_dtype(f"{part}.fsdp_config.model_dtype", f"{part}.model.fsdp_config.model_dtype")(seen)
+    return _FSDP(seen) and other_dtype(*_MODEL_DTYPE.get(seen.role, ("actor.fsdp_config.model_dtype",)))(seen)
 
 
 _AUTOMODEL = both(has("model/*"), has("optim/.metadata"))
