@@ -9,6 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mcore_rlhf.errors import Incomplete, StorageError, Unsupported, UsageError
 from mcore_rlhf.manager import trainer_held
@@ -74,6 +77,25 @@ def test_a_link_is_not_published(tmp_path: Path) -> None:
     with TrainerSteps(tmp_path, "transformers") as steps, pytest.raises(Incomplete, match="weights: is a link"):
         steps.save(1, linking)
     assert states(tmp_path) == {}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_what_dcp_raises_is_an_error_that_a_run_goes_on_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's ``CheckpointException``, by which FSDP's and torchtitan's saves fail, is no ``Exception``."""
+
+    def full(*_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def by_dcp(folder: Path) -> None:
+        dcp.save({"weight": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    said: list[Event] = []
+    with TrainerSteps(tmp_path, "torchtitan", StepOptions(on_error="continue", on_event=said.append)) as steps:
+        assert steps.save(1, by_dcp) is None
+    assert said[-1].text.endswith("step-1: rank 0: OSError: [Errno 28] No space left on device")
+    with TrainerSteps(tmp_path, "torchtitan") as steps, pytest.raises(StorageError, match="No space left on device"):
+        steps.save(1, by_dcp)
 
 
 def test_a_run_that_goes_back_leaves_the_other_future_behind(tmp_path: Path) -> None:
