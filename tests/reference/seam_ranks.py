@@ -1,4 +1,4 @@
-"""Two ranks of transformers' Trainer whose steps are committed, by accelerate's DDP or FSDP; ``torchrun … -m tests.reference.seam_ranks``.
+"""Two ranks of transformers' Trainer whose steps are committed, by accelerate's DDP; ``torchrun … -m tests.reference.seam_ranks``.
 
 Rank 0 prints as JSON the losses of a run alone, of a committed one, and of one that went on from the newest intact step, whose rank 1 was
 the only one to see an error in between.
@@ -20,19 +20,12 @@ from mcore_rlhf.manager.run.options import Event
 from tests.reference.seam_worker import ALONE, train
 from tests.trainers import hf_runs
 
-ARGUMENTS: dict[str, dict[str, Any]] = {
-    "ddp": {"ddp_backend": "gloo"},
-    "fsdp": {
-        "ddp_backend": "gloo",
-        "fsdp": "full_shard",
-        "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": False},
-    },
-}
+ARGUMENTS = {"ddp_backend": "gloo"}
 
 
-def main(how: str, folder: Path) -> dict[str, Any]:
+def main(folder: Path) -> dict[str, Any]:
     """All of it."""
-    arguments, rank = ARGUMENTS[how], int(os.environ["RANK"])
+    arguments, rank = ARGUMENTS, int(os.environ["RANK"])
     found: dict[str, Any] = {"alone": train(folder / "alone", 1, options=ALONE, **arguments)}
     found["whole"] = train(folder / "run", 1, **arguments)
     if rank == 0:
@@ -79,5 +72,5 @@ def on_a_full_disk(folder: Path, rank: int, arguments: dict[str, Any]) -> dict[s
 
 
 if __name__ == "__main__":
-    told = main(sys.argv[1], Path(sys.argv[2]))
-    Path(sys.argv[2], f"seen-{os.environ['RANK']}.json").write_text(json.dumps(told))
+    told = main(Path(sys.argv[1]))
+    Path(sys.argv[1], f"seen-{os.environ['RANK']}.json").write_text(json.dumps(told))

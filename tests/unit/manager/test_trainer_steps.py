@@ -19,6 +19,7 @@ from mcore_rlhf.manager.run import retention
 from mcore_rlhf.manager.run.options import Event, Reporter
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.run.steps import quarantine
+from mcore_rlhf.manager.run.world import World
 from mcore_rlhf.manager.runs import listed_steps, naming_of
 from mcore_rlhf.manager.subject import chosen_step
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
@@ -96,6 +97,27 @@ def test_what_dcp_raises_is_an_error_that_a_run_goes_on_after(tmp_path: Path, mo
     assert said[-1].text.endswith("step-1: rank 0: OSError: [Errno 28] No space left on device")
     with TrainerSteps(tmp_path, "torchtitan") as steps, pytest.raises(StorageError, match="No space left on device"):
         steps.save(1, by_dcp)
+
+
+def test_a_rank_that_others_do_not_hear_raises_what_it_met() -> None:
+    """They wait in a barrier of the trainer's own, as it has not come there; that they are gone is not what was wrong."""
+
+    class Deaf:
+        def all_gather(self, value: object) -> None:
+            raise RuntimeError("Timed out waiting 1000ms for send operation to complete")
+
+        def breaks(self) -> None: ...
+
+        def missing(self) -> list[int]:
+            return [1]
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    world = World(0, 2, 1.0, Deaf())  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="No space left on device") as raised:
+        world.on_all_ranks("writing", full)
+    assert "rank 1" in str(raised.value.__cause__)
 
 
 def test_a_run_that_goes_back_leaves_the_other_future_behind(tmp_path: Path) -> None:
