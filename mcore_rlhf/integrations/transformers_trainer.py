@@ -58,7 +58,7 @@ class Committing(_Trainer):
     step_options: StepOptions = StepOptions()
     _steps: TrainerSteps | None = None
     _aside: Path | None = None
-    _unwritten: Exception | None = None
+    _unwritten: list[Exception]
     _to_push: str = ""
 
     def train(
@@ -109,18 +109,18 @@ class Committing(_Trainer):
         name = self._steps.root.folder_of(step).name
 
         def write(staging: Path) -> None:
-            self._aside, self._unwritten = staging, None
+            self._aside, self._unwritten = staging, []
             try:
                 super(Committing, self)._save_checkpoint(model, trial)
-                if self._unwritten is None:
+                if not self._unwritten:
                     self._name_best(staging / name)
                     trainer_held.save(self, staging / name, self.args.process_index)
             except Exception as error:
-                raise self._unwritten or error from None
+                self._unwritten.append(error)
             finally:
                 self._aside = None
-            if self._unwritten is not None:
-                raise self._unwritten
+            if self._unwritten:
+                raise self._unwritten[0]
 
         best = self.state.best_global_step
         path = self._steps.save(
@@ -148,7 +148,7 @@ class Committing(_Trainer):
         except Exception as error:
             if self._aside is None:
                 raise
-            self._unwritten = self._unwritten or error
+            self._unwritten.append(error)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)

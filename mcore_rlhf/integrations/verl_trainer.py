@@ -72,7 +72,7 @@ def attach(trainer_class: Any, options: StepOptions | None = None) -> None:
     SEAM.attach(trainer_class, options, _around)
 
 
-def _below(owner: type) -> Iterator[type]:
+def _below(owner: type[object]) -> Iterator[type[object]]:
     for one in owner.__subclasses__():
         yield one
         yield from _below(one)
@@ -115,7 +115,7 @@ def _around(trainer_class: Any) -> dict[str, Callable[..., Any]]:
         with temporarily(settings, {"resume_mode": "resume_path", "resume_from_path": str(found)}):
             return own_load(self)
 
-    def subclassed(cls: Any, **named: Any) -> None:
+    def subclassed(cls: Any, /, **named: Any) -> None:
         super(trainer_class, cls).__init_subclass__(**named)
         _require_ours(cls)
 
