@@ -9,7 +9,8 @@
 The files in ``checkpoint-N`` are Trainer's own, and its own resume reads them with or without this package. Importing this module imports
 neither transformers nor TRL.
 
-Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``_get_output_dir``, ``_push_from_checkpoint``),
+Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, which has barriers and collectives between ``_save``,
+``_save_optimizer_and_scheduler`` and ``_save_rng_state``; ``_get_output_dir``, ``_push_from_checkpoint``),
 ``trainer_jit_checkpoint.py`` (``execute_jit_checkpoint``, with ``enable_jit_checkpoint`` after SIGTERM, at any step); TRL 1.16.0,
 ``trainer/grpo_trainer.py``, which writes into the folder of ``_get_output_dir`` after ``super()._save_checkpoint``.
 """
@@ -17,6 +18,7 @@ Source: transformers 5.23.0, ``trainer.py`` (``train``, ``_save_checkpoint``, ``
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +36,9 @@ SEAM = Seam(
     {
         "train": ("resume_from_checkpoint", "trial"),
         "_save_checkpoint": ("model", "trial"),
+        "_save": ("output_dir", "state_dict"),
+        "_save_optimizer_and_scheduler": ("output_dir",),
+        "_save_rng_state": ("output_dir",),
         "_get_output_dir": ("trial",),
         "_push_from_checkpoint": ("checkpoint_folder",),
     },
@@ -53,6 +58,7 @@ class Committing(_Trainer):
     step_options: StepOptions = StepOptions()
     _steps: TrainerSteps | None = None
     _aside: Path | None = None
+    _unwritten: list[Exception]
     _to_push: str = ""
 
     def train(
@@ -103,13 +109,18 @@ class Committing(_Trainer):
         name = self._steps.root.folder_of(step).name
 
         def write(staging: Path) -> None:
-            self._aside = staging
+            self._aside, self._unwritten = staging, []
             try:
                 super(Committing, self)._save_checkpoint(model, trial)
-                self._name_best(staging / name)
-                trainer_held.save(self, staging / name, self.args.process_index)
+                if not self._unwritten:
+                    self._name_best(staging / name)
+                    trainer_held.save(self, staging / name, self.args.process_index)
+            except Exception as error:
+                self._unwritten.append(error)
             finally:
                 self._aside = None
+            if self._unwritten:
+                raise self._unwritten[0]
 
         best = self.state.best_global_step
         path = self._steps.save(
@@ -120,6 +131,24 @@ class Committing(_Trainer):
         if path is not None and self._to_push:
             super()._push_from_checkpoint(str(path))
         return None
+
+    def _save(self, *args: Any, **named: Any) -> None:
+        self._told(super()._save, *args, **named)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._told(super()._save_optimizer_and_scheduler, output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        self._told(super()._save_rng_state, output_dir)
+
+    def _told(self, own: Callable[..., None], *args: Any, **named: Any) -> None:
+        """Trainer's own writing of some files. What it meets is told of when all ranks have written: they wait in barriers of Trainer's."""
+        try:
+            own(*args, **named)
+        except Exception as error:
+            if self._aside is None:
+                raise
+            self._unwritten.append(error)
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._aside is None else str(self._aside)

@@ -18,9 +18,10 @@ Source: verl 0.9.1, ``trainer/ppo/ray_trainer.py`` (``RayPPOTrainer``) and ``tra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,30 @@ def attach(trainer_class: Any, options: StepOptions | None = None) -> None:
     Raises:
         Unsupported: It has not what we stand around; what differs is named.
     """
+    for one in _below(trainer_class):
+        _require_ours(one)
     SEAM.attach(trainer_class, options, _around)
+
+
+def _below(owner: type[object]) -> Iterator[type[object]]:
+    for one in owner.__subclasses__():
+        yield one
+        yield from _below(one)
+
+
+def _require_ours(trainer_class: type) -> None:
+    """See that what a class on verl's trainer does instead ends in what we stand around.
+
+    Raises:
+        Unsupported: It does not, as verl 0.9.1's ``experimental/fully_async_policy/fully_async_trainer.py``: nothing would be committed.
+    """
+    own = {name: method for name, method in vars(trainer_class).items() if name in SEAM.methods}
+    past = [name for name, method in own.items() if name not in unwrap(method).__code__.co_names]
+    if past:
+        raise Unsupported(
+            f"{trainer_class.__module__}.{trainer_class.__qualname__}: has {', '.join(past)} of its own, which does not call verl's: its "
+            f"steps would not be committed\nTrain it without {VARIABLE}=1; or have it call super().{past[0]}()."
+        )
 
 
 def _around(trainer_class: Any) -> dict[str, Callable[..., Any]]:
@@ -91,6 +115,11 @@ def _around(trainer_class: Any) -> dict[str, Callable[..., Any]]:
         with temporarily(settings, {"resume_mode": "resume_path", "resume_from_path": str(found)}):
             return own_load(self)
 
+    def subclassed(cls: Any, /, **named: Any) -> None:
+        super(trainer_class, cls).__init_subclass__(**named)
+        _require_ours(cls)
+
+    trainer_class.__init_subclass__ = classmethod(subclassed)
     return {"_save_checkpoint": save, "_load_checkpoint": load}
 
 

@@ -148,7 +148,10 @@ class _Window:
         import numpy as np  # what only looks at a folder never comes here
 
         last = number + (self.file.nbytes - at) // OVERHEAD + 1
-        for start in range(at, self.file.nbytes - OVERHEAD + 1, _WINDOW_NBYTES):
+        most = (
+            at + MAX_PAYLOAD + OVERHEAD
+        )  # no frame is longer; a file said to have terabytes behind is not searched to its end
+        for start in range(at, min(most, self.file.nbytes - OVERHEAD + 1), _WINDOW_NBYTES):
             data = bytes(self._bytes(start, min(_WINDOW_NBYTES + OVERHEAD - 1, self.file.nbytes - start)))
             found = list[tuple[int, int]]()
             for shift in range(8):

@@ -325,6 +325,28 @@ def missing_ranks(pattern: str, least: Callable[[Seen], int] = lambda seen: seen
     return when
 
 
+def other_dtype(*keys: str) -> Callable[[Seen], object]:
+    """The configuration makes the model in another type than it is stored in: ``{was}`` and ``{now}``.
+
+    Args:
+        keys: Of the configuration, of which the first that is there names the type.
+    """
+
+    def when(seen: Seen) -> object:
+        now = str(seen.settings.get(*keys) or "").removeprefix("torch.")
+        now, was = (_DTYPES.get(one, one) for one in (now, seen.held.dtype))
+        return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
+
+    return when
+
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
+    **dict.fromkeys(("fp16", "half", "16", "16-mixed"), "float16"),
+    **dict.fromkeys(("fp32", "float", "32", "32-true"), "float32"),
+}
+
+
 def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:
     """All of them are meant; the values are the last one's."""
 

@@ -82,7 +82,7 @@ def test_killed_at_every_moment_and_gone_on_with(tmp_path: Path, seed: int) -> N
 def test_two_ranks_go_on_and_fail_together(tmp_path: Path) -> None:
     """The step that is damaged is passed over on both; one rank's error is both ranks', and nothing is published."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.reference.seam_ranks", "ddp", str(tmp_path)]
+    command += ["-m", "tests.reference.seam_ranks", str(tmp_path)]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
@@ -92,10 +92,12 @@ def test_two_ranks_go_on_and_fail_together(tmp_path: Path) -> None:
         assert len(seen["resumed"]) == 1
         assert seen["error"].startswith("StorageError: writing")
         assert ("failed on rank 1" in seen["error"]) == (rank == 0)
-    for folder, there in (("run", (2, 4, 5)), ("failed", (2, 4))):
+        assert seen["full"] == seen["alone"], "and no rank waits for the one whose disk is full"
+        assert "No space left on device" in seen["said"][0]
+    for folder, there in (("run", (2, 4, 5)), ("failed", (2, 4)), ("full", (2, 5))):
         found = steps(tmp_path / folder)
         assert set(found) == set(there)
-        assert found[4] == "committed"
+        assert found[there[-1] if folder == "full" else 4] == "committed"
         assert not list((tmp_path / folder).glob(".checkpoint-*"))
 
 

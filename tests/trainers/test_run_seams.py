@@ -74,6 +74,13 @@ def test_verl_refuses_what_cannot_be_whole(trainers: Path, tmp_path: Path) -> No
     assert not (tmp_path / "a").exists()
 
 
+def test_verl_refuses_a_trainer_that_saves_past_us(trainers: Path, tmp_path: Path) -> None:
+    """verl's fully asynchronous trainer has a ``_save_checkpoint`` of its own, and was never committed."""
+    status, _, said = run(trainers, "verl-0.9.1", "tests.trainers.verl_seam", "of another save", tmp_path / "a", **VERL)
+    assert status == 1
+    assert "FullyAsyncTrainer: has _save_checkpoint of its own, which does not call verl's" in said.splitlines()[-2]
+
+
 def test_nemo_rl(trainers: Path, tmp_path: Path) -> None:
     def nemo(job: str) -> tuple[int, Any, str]:
         return run(trainers, "NeMo-RL-7ea279a", "tests.trainers.nemo_seam", job, tmp_path / "run")

@@ -15,7 +15,7 @@ from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.helpers.one_key import copies_without, without_names
 from tests.trainers.test_torchtitan import GOLDEN, golden_goes_on, needs_torchtitan, titan
-from tests.trainers.titan_jobs import SAVED, Seen, resume_without
+from tests.trainers.titan_jobs import SAVED, Seen, resume_in, resume_without
 
 __all__ = ["titan"]  # a fixture
 Change = Callable[[Path], object]
@@ -87,6 +87,22 @@ def test_torchtitan(titan: WorkerPool, name: str, tmp_path: Path) -> None:
     found = forecast(root, loader_named("torchtitan")[0], read_settings(file))
     agrees(found, titan.run(resume_without, str(tmp_path), excluded, world_size=2, timeout=100.0)[0])
     assert found.resumes == (name in ("whole", "a step that somebody renamed"))
+
+
+@needs_torchtitan
+def test_another_dtype(titan: WorkerPool, tmp_path: Path) -> None:
+    """What is stored in float32 goes on in ``training.dtype``, and torchtitan says nothing."""
+    shutil.copytree(GOLDEN / "checkpoint", tmp_path / "checkpoint")
+    assert all(titan.run(resume_in, str(tmp_path), "bfloat16", world_size=2, timeout=100.0)[0])
+    for dtype in ("bfloat16", "float32"):
+        found = forecast(tmp_path / "checkpoint", loader_named("torchtitan")[0], Settings({"training.dtype": dtype}))
+        told = [one.why for one in found.roles[""] if one.row.outcome is Outcome.IGNORED]
+        assert told == (
+            ["stored as float32, cast to the bfloat16 of training.dtype, moments too; nothing is said"]
+            if dtype == "bfloat16"
+            else []
+        )
+        assert found.resumes == (dtype == "float32")
 
 
 def agrees(found: Forecast, seen: tuple[int, Seen] | str | None) -> None:

@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.manager.will_resume import forecast, loader_named
-from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.trainers.test_verl import Lab, lab
 
@@ -64,3 +66,26 @@ def test_verl(lab: Lab, name: str, tmp_path: Path) -> None:
     if told[Thing.SCHEDULER] is Outcome.RESTORED:
         assert (told[Thing.OPTIMIZER] is Outcome.RESTORED) == (second[0]["loss"] == second[1]["loss"])
     assert found.resumes == (name == "whole")
+
+
+def test_verl_in_another_dtype(lab: Lab, tmp_path: Path) -> None:
+    """What is stored in float32 goes on in ``model_dtype``, and verl says nothing."""
+    source, _ = lab.trained("0.9.1")
+    actor, again = tmp_path / "global_step_3" / "actor", tmp_path / "again"
+    shutil.copytree(source, actor)
+    lab.carry_out("0.9.1", 2, [("load", actor), ("save", again)], seed=9, dtype="bfloat16")
+    for name in ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt"):
+        before, now = (_tensors(torch.load(folder / name, weights_only=False)) for folder in (actor, again))
+        assert all(torch.equal(one.to(torch.bfloat16), now[key]) for key, one in before.items())
+    settings = Settings({"actor_rollout_ref.actor.fsdp_config.model_dtype": "bf16"})
+    found = forecast(actor.parent, loader_named("verl")[0], settings)
+    (told,) = [one for one in found.roles["actor"] if one.thing is Thing.DTYPE]
+    assert told.why.startswith("stored as float32, cast to the bfloat16 of model_dtype")
+    assert not found.resumes
+
+
+def _tensors(saved: dict[str, Any]) -> dict[object, torch.Tensor]:
+    """A rank's own part of each weight, or moment, of a rank's file."""
+    if "state" in saved:
+        saved = {(n, key): of[key] for n, of in saved["state"].items() for key in ("exp_avg", "exp_avg_sq")}
+    return {key: one.to_local() for key, one in saved.items()}

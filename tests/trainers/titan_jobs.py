@@ -171,6 +171,29 @@ def resume_without(folder: str, excluded: list[str]) -> tuple[int, Seen] | str |
     return found, run.train(LAST)
 
 
+def resume_in(folder: str, dtype: str) -> list[bool]:
+    """Of each weight and moment whether it is what is stored, rounded to the type that ``training.dtype`` names.
+
+    torchtitan makes its model within ``utils.set_default_dtype`` of it (``torchtitan/train.py:149``).
+    """
+    made: list[list[torch.Tensor]] = []
+    for one in (torch.float32, getattr(torch, dtype)):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(one)
+        try:
+            run = Run(folder, 2)
+        finally:
+            torch.set_default_dtype(before)
+        assert run.manager.load(step=-1)
+        states = run.optimizers.optimizers[0].state.values()
+        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        made.append([value.to_local().detach() for value in (*run.model.parameters(), *moments)])
+    return [
+        bool(torch.equal(stored.to(now.dtype), now)) and str(now.dtype) == f"torch.{dtype}"
+        for stored, now in zip(*made, strict=True)
+    ]
+
+
 if __name__ == "__main__":
     from mcore_rlhf.demo.workers import WorkerPool
 

@@ -62,6 +62,10 @@ def trainer_of(folder: str, **settings: object) -> Any:
 def main(job: str, folder: str, result: Path) -> None:
     from tests.trainers.verl_job import Run
 
+    if job == "of another save":
+        from verl.experimental.fully_async_policy import fully_async_trainer  # type: ignore[import-not-found]
+
+        raise AssertionError(f"{fully_async_trainer} saves past us")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     run = Run({"model": "qwen2", "seed": 1, "tied": False, "strategy": "fsdp2"})

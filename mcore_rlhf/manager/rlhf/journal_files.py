@@ -146,8 +146,8 @@ def _make_mark(path: Path, mark: JournalMark) -> None:
     if path.exists():
         return
     aside = path.with_name(f".{path.name}.tmp-{mark.run}")
-    write_new(aside, mark.to_bytes(), fsync=True)
     try:
+        write_new(aside, mark.to_bytes(), fsync=True)
         with Beneath(path.parent) as folder:
             folder.link(aside, path.name)
     except OSError as error:

@@ -190,6 +190,11 @@ class World:
             error = StorageError(f"{what}: {failure}")
         except Exception as failure:  # whatever it is, the others must not wait for this rank
             error = failure
+        except BaseException as failure:
+            error = _of_dcp(what, failure)
+            if error is None:
+                raise
+            error.__cause__ = failure
         self.raise_on_all(error, what)
         return result  # type: ignore[return-value]
 
@@ -200,7 +205,12 @@ class World:
             CheckpointError: Of the class that the first failing rank has.
             Exception: This rank's own, whatever it is.
         """
-        errors = self.all_gather(None if error is None else raisable(error))
+        try:
+            errors = self.all_gather(None if error is None else raisable(error))
+        except Incomplete as lost:
+            if error is None:
+                raise
+            raise error from lost  # the others wait elsewhere, and what they wait for is this
         failed = [(rank, found) for rank, found in enumerate(errors) if found is not None]
         if error is not None:
             raise error
@@ -238,6 +248,18 @@ def raisable(error: BaseException) -> tuple[type[CheckpointError], str]:
     if type(error).__module__ == CheckpointError.__module__ and isinstance(error, CheckpointError):
         return type(error), str(error)
     return CheckpointError, f"{type(error).__name__}: {error}"
+
+
+def _of_dcp(what: str, failure: BaseException) -> CheckpointError | None:
+    """What ``dcp.save`` and ``dcp.load`` raise on all ranks alike, as an error with what each rank met; None of anything else.
+
+    Theirs is no ``Exception``, and its text is a traceback of each rank. Source: torch 2.13.0, ``distributed/checkpoint/api.py``.
+    """
+    if type(failure).__module__ != "torch.distributed.checkpoint.api":
+        return None
+    found = getattr(failure, "failures", {})
+    met = "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in found.items())
+    return StorageError(f"{what}: {met or failure}")
 
 
 def _name(world: str, rank: int) -> str:

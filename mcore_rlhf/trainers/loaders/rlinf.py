@@ -6,7 +6,18 @@ Source: RLinf a3816b5, ``rlinf/runners/reasoning_runner.py`` (``init_workers``),
 
 from __future__ import annotations
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, has, incomplete, undealt, unlisted
+from mcore_rlhf.trainers.conditions import (
+    ADAM,
+    OF_GROUP,
+    OF_SCHEDULE,
+    both,
+    broken,
+    has,
+    incomplete,
+    other_dtype,
+    undealt,
+    unlisted,
+)
 from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 from mcore_rlhf.trainers.rlinf import TRAINER
 
@@ -47,6 +58,8 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and _DCP(seen) and not seen.held.rng),
     Habit(_MODEL, _RESTORED, "dcp_checkpoint, of a run whose fsdp_version is the same", _STATE, _DCP),
     Habit(_MODEL, _RESTORED, "what Megatron-LM's own loader restores: see --trainer megatron-lm on the role's folder", _STATE),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of model.precision, moments too; nothing is said", _STATE,
+        both(_DCP, lambda seen: other_dtype(f"{seen.role or 'actor'}.model.precision")(seen))),
     Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name", "runners/reasoning_runner.py:267 (init_workers)"),
     Habit((Thing.DATA,), _ANEW, "data/data.pt is not there: a warning, and the data from the start", _RUNNER,
         lambda seen: "data/data.pt" not in seen.above),

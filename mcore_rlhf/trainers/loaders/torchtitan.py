@@ -11,7 +11,17 @@ import re
 from collections.abc import Callable
 from math import prod
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, broken, incomplete, refused, undealt, unlisted
+from mcore_rlhf.trainers.conditions import (
+    ADAM,
+    OF_GROUP,
+    OF_SCHEDULE,
+    broken,
+    incomplete,
+    other_dtype,
+    refused,
+    undealt,
+    unlisted,
+)
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -137,6 +147,8 @@ ROWS = rows_of(
     Habit((Thing.DATA,), _REFUSED, "no dataloader is stored, and every key that is asked for must be there", "dcp_load",
         _lacks("dataloader")),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _RESTORED, "by name, whatever the ranks", "dcp_load", ran=True),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of training.dtype, moments too; nothing is said", "dcp_load",
+        other_dtype("training.dtype"), True),
     Habit((Thing.COUNTERS,), _RESTORED, "train_state: step, tokens", "dcp_load", ran=True),
     Habit((Thing.DATA,), _RESTORED, "dataloader, of each data-parallel rank", "dcp_load", ran=True),
     Habit((Thing.RNG,), Outcome.ABSENT, "torchtitan stores no random states", "_states_to_load"),

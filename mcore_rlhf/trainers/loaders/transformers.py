@@ -18,6 +18,7 @@ from mcore_rlhf.trainers.conditions import (
     lacks,
     lacks_tensors,
     lambdaless,
+    other_dtype,
     refused,
     stateless,
     uneven,
@@ -70,13 +71,6 @@ def _other_world(seen: Seen) -> object:
     return was and now and was != now and said is None and {"was": was, "now": now}
 
 
-def _other_dtype(seen: Seen) -> object:
-    now = str(seen.settings.get("dtype", "torch_dtype", "model_init_kwargs.dtype") or "").removeprefix("torch.")
-    now = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(now, now)
-    was = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(seen.held.dtype, seen.held.dtype)
-    return {"was": was, "now": now} if was and now not in ("", "auto", was) else None
-
-
 _OF_OTHERS = tuple(replace(row, ran=False) for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS))
 ROWS = _OF_OTHERS + rows_of(
     "transformers 5.23.0, trainer.py:",
@@ -96,7 +90,7 @@ ROWS = _OF_OTHERS + rows_of(
     Habit((Thing.LORA,), _RESTORED, "the adapter's file is read; its base is the one that the run gives", "3690 (_load_from_checkpoint)",
         has("adapter_model.*", "*/adapter_model.*"), True),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} in which the configuration makes the model",
-        "3602 (_load_from_checkpoint)", _other_dtype),
+        "3602 (_load_from_checkpoint)", other_dtype("dtype", "torch_dtype", "model_init_kwargs.dtype")),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: DeepSpeed fails to load it", "1803 (_prepare_for_training)", broken("global_step*/*")),
     Habit(OF_OPTIMIZER, _REFUSED, "a file is missing: {problem}", "1803 (_prepare_for_training)", incomplete_in("_optim_states",
         "_model_states")),

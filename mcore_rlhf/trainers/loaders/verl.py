@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import UNRATED, both, broken, has, stateless, uneven, ungrouped, unrated, without
+from mcore_rlhf.trainers.conditions import (
+    UNRATED,
+    both,
+    broken,
+    has,
+    other_dtype,
+    stateless,
+    uneven,
+    ungrouped,
+    unrated,
+    without,
+)
 from mcore_rlhf.trainers.resuming import (
     EVERYTHING,
     MOST_RANKS,
@@ -102,6 +113,14 @@ _KEYS = (
 )  # fmt: skip
 
 
+_MODEL_DTYPE = {"critic": ("critic.fsdp.model_dtype", "critic.model.fsdp_config.model_dtype")}
+"""Where the configuration has a role's, in 0.9.1 and in 0.7; any other role's is the actor's."""
+
+
+def _other_dtype(seen: Seen) -> object:
+    return _FSDP(seen) and other_dtype(*_MODEL_DTYPE.get(seen.role, ("actor.fsdp_config.model_dtype",)))(seen)
+
+
 _AUTOMODEL = both(has("model/*"), has("optim/.metadata"))
 _TITAN = has("step-*/.metadata")
 _ENGINES = (
@@ -135,6 +154,8 @@ _MODEL = (
         ran=True),
     Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _IN_FSDP, ran=True),
     Habit(_EXTRA, _RESTORED, "extra_state_world_size_….pt of each rank", _IN_FSDP, ran=True),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of model_dtype, moments too; nothing is said", _IN_FSDP,
+        _other_dtype, True),
     Habit((Thing.LORA,), _IGNORED, "lora_adapter/ is for serving; the adapter goes on from model_world_size_….pt",
         _IN_FSDP,
         lambda seen: seen.has("lora_adapter/*") and not seen.has("model_world_size_*")),

@@ -354,6 +354,22 @@ def test_the_mark_is_a_strangers_too(tmp_path: Path) -> None:
         JournalWriter(tmp_path, "w")
 
 
+def test_a_journal_that_a_full_disk_lets_nobody_begin_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes, **_: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_files, "write_new", full)
+        with pytest.raises(StorageError, match="No space left"):
+            JournalWriter(tmp_path, "w")
+    assert list((tmp_path / "journal").iterdir()) == []
+    write(tmp_path, sampler().next_batch(1))
+    assert facts(tmp_path)["rollouts"] == 2
+
+
 def test_a_frame_that_rots_between_reading_and_taking_is_sampled_again(tmp_path: Path) -> None:
     (prompt,) = sampler().next_batch(1)
     write(tmp_path, [prompt])

@@ -9,6 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from mcore_rlhf.errors import Incomplete, StorageError, Unsupported, UsageError
 from mcore_rlhf.manager import trainer_held
@@ -16,6 +19,7 @@ from mcore_rlhf.manager.run import retention
 from mcore_rlhf.manager.run.options import Event, Reporter
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.run.steps import quarantine
+from mcore_rlhf.manager.run.world import World
 from mcore_rlhf.manager.runs import listed_steps, naming_of
 from mcore_rlhf.manager.subject import chosen_step
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
@@ -74,6 +78,46 @@ def test_a_link_is_not_published(tmp_path: Path) -> None:
     with TrainerSteps(tmp_path, "transformers") as steps, pytest.raises(Incomplete, match="weights: is a link"):
         steps.save(1, linking)
     assert states(tmp_path) == {}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_what_dcp_raises_is_an_error_that_a_run_goes_on_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's ``CheckpointException``, by which FSDP's and torchtitan's saves fail, is no ``Exception``."""
+
+    def full(*_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def by_dcp(folder: Path) -> None:
+        dcp.save({"weight": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    said: list[Event] = []
+    with TrainerSteps(tmp_path, "torchtitan", StepOptions(on_error="continue", on_event=said.append)) as steps:
+        assert steps.save(1, by_dcp) is None
+    assert said[-1].text.endswith("step-1: rank 0: OSError: [Errno 28] No space left on device")
+    with TrainerSteps(tmp_path, "torchtitan") as steps, pytest.raises(StorageError, match="No space left on device"):
+        steps.save(1, by_dcp)
+
+
+def test_a_rank_that_others_do_not_hear_raises_what_it_met() -> None:
+    """They wait in a barrier of the trainer's own, as it has not come there; that they are gone is not what was wrong."""
+
+    class Deaf:
+        def all_gather(self, value: object) -> None:
+            raise RuntimeError("Timed out waiting 1000ms for send operation to complete")
+
+        def breaks(self) -> None: ...
+
+        def missing(self) -> list[int]:
+            return [1]
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    world = World(0, 2, 1.0, Deaf())  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="No space left on device") as raised:
+        world.on_all_ranks("writing", full)
+    assert "rank 1" in str(raised.value.__cause__)
 
 
 def test_a_run_that_goes_back_leaves_the_other_future_behind(tmp_path: Path) -> None:

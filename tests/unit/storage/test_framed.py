@@ -161,3 +161,15 @@ def test_numbers_in_a_torn_payload_that_look_like_heads_cost_no_time(tmp_path: P
     assert reader.damaged == 0
     assert reader.torn == OVERHEAD + len(tokens) - 1
     assert time.monotonic() - started < 10
+
+
+def test_a_file_said_to_be_huge_is_not_searched_to_its_end(tmp_path: Path) -> None:
+    """A hole of a terabyte behind a frame that is damaged: nobody waits for hours."""
+    data = bytearray(written(tmp_path / "file", PAYLOADS))
+    data[_offsets(PAYLOADS)[2] + OVERHEAD + 1] ^= 1
+    with (tmp_path / "file").open("wb") as file:
+        file.write(data[: _offsets(PAYLOADS)[3]])
+        file.truncate(1 << 40)
+    started = time.monotonic()
+    assert read(tmp_path / "file")[1] == PAYLOADS[:2]
+    assert time.monotonic() - started < 60
