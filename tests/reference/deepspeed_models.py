@@ -50,6 +50,7 @@ class Tuning:
         stage, dp: Of ZeRO.
         lr: Learning rate, constant.
         muon: Whether DeepSpeed's own Muon trains the matrices.
+        frozen: Parts of the names of parameters that are not trained; the optimizer's groups list them all the same.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Tuning:
     dp: int
     lr: float = 1e-3
     muon: bool = False
+    frozen: tuple[str, ...] = ()
 
 
 class Trunk(nn.Module):

@@ -32,6 +32,8 @@ def build(tuning: Tuning, *, universal: bool = False) -> Any:
     config, model_class = MODELS[tuning.kind]
     model: PreTrainedModel = model_class(config(**tuning.config))
     named = list(model.named_parameters())
+    for name, param in named:
+        param.requires_grad_(not any(part in name for part in tuning.frozen))
     groups = [
         {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
         {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0},

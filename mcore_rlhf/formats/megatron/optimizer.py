@@ -210,14 +210,14 @@ def _read_flat(
                     f"{shard.distrib.file}: the state of {'expert' if member.expert else 'dense'} parameters is missing"
                 )
             continue
-        if len(groups) == len(chained):
-            trained = ((param.name, len(param.shape)) for param in owned)
-            Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
 
         def layout(candidates: Sequence[LocalParam], member: ChainedOptimizer = member) -> list[object]:
             return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]
 
         places = flat_states(content, shard.distrib.file, owned, stored, layout)  # type: ignore[arg-type]
+        if len(groups) == len(chained):
+            trained = ((param.name, len(param.shape)) for param in owned if (param.vpp_rank, param.name) in places)
+            Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items())
 
 

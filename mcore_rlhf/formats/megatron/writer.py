@@ -159,7 +159,7 @@ class _LegacyWriter:
         run = self.run
         return TreeMaker(
             rank, run.source.state, run.arguments(rank.at), self.opaque.value_for(rank), run.rng_states(rank.at),
-            self._per_rank(rank.at), run.membership, run.family.scalars,
+            self._per_rank(rank.at), run.membership, run.family.scalars, foreign=bool(run.source.origin),
         )  # fmt: skip
 
     def _per_rank(self, at: FileRank) -> Mapping[str, object]:
@@ -208,6 +208,7 @@ class TreeMaker:
         membership: Decides which param group a parameter is in.
         scalars: Values that a plain optimizer keeps per parameter.
         dealt: Its own of the parameters that are dealt to data-parallel ranks; None where it has all.
+        foreign: Whether the run was another family's.
     """
 
     rank: RankLayout
@@ -219,6 +220,7 @@ class TreeMaker:
     membership: Membership
     scalars: Mapping[str, object]
     dealt: Dealt | None = None
+    foreign: bool = False
 
     def model_tree(self) -> Tree:
         """The content of ``model_optim_rng.pt``."""
@@ -260,7 +262,8 @@ class TreeMaker:
         chained, blueprint = self.rank.chained, self.rank.blueprint
         apart = blueprint.args.experts_apart(blueprint.choices.parallel)
         groups = groups_by_member(chained, self.state.groups, apart, blueprint.model.params, self.membership)
-        return Dealing(chained, groups, self.membership, apart).as_met(self.rank.trained())
+        any_order = blueprint.choices.optimizer == DISTRIBUTED and self.foreign
+        return Dealing(chained, groups, self.membership, apart).as_met(self.rank.trained(), always=any_order)
 
     def optimizer(self) -> object:
         """One dictionary, or one for each chained optimizer: what ``model_optim_rng.pt`` has of it."""
