@@ -22,6 +22,7 @@ from mcore_rlhf.families.megatron.groups import (
     ChainedOptimizer,
     LocalParam,
     Membership,
+    as_stored,
     by_adam,
     inner_state,
     members,
@@ -179,7 +180,7 @@ def _groups(shard: RankShard) -> Iterator[list[ParamGroup]]:
 def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading) -> set[str]:
     """Note the places of one rank's states; returns the names that could have some."""
     params, stored = _local_params(shard, run)
-    chained = members(run.args, run.parallel)
+    chained = as_stored(members(run.args, run.parallel), len(_members(shard)))
     if kind == DISTRIBUTED:
         _read_flat(shard, chained, params, stored, run, reading)
     elif kind == PLAIN:
