@@ -50,6 +50,7 @@ class Tuning:
         stage, dp: Of ZeRO.
         lr: Learning rate, constant.
         muon: Whether DeepSpeed's own Muon trains the matrices.
+        momentum: Of SGD, where that trains.
         frozen: Parts of the names of parameters that are not trained; the optimizer's groups list them all the same.
     """
 
@@ -60,6 +61,7 @@ class Tuning:
     dp: int
     lr: float = 1e-3
     muon: bool = False
+    momentum: float = 0.0
     frozen: tuple[str, ...] = ()
 
 

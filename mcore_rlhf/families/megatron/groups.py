@@ -43,6 +43,14 @@ _COMMON_STEP = "common_step"
 """One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
 
 
+def by_sgd(args: Mapping[str, object]) -> bool:
+    """Whether SGD trains, which no distributed optimizer takes.
+
+    Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
+    """
+    return args.get("optimizer") == "sgd"
+
+
 def by_adam(args: Mapping[str, object]) -> bool | None:
     """Whether Adam alone trains a run, so that its parameters have both moments; None where nobody says what does.
 
@@ -226,7 +234,7 @@ class Membership:
     def _scaled(self, name: str, ndim: int) -> bool:
         """Whether muP scales the rate of a parameter: of all matrices but embeddings, and with SGD of everything else."""
         embedding = "embedding" in name or (self.args.tied and name.endswith("output_layer.weight"))
-        return (ndim > 1 and not embedding) != (self.args.values.get("optimizer") == "sgd")
+        return (ndim > 1 and not embedding) != by_sgd(self.args.values)
 
     def _has_other_rate(self, fields: Mapping[str, object]) -> bool:
         return fields.get("max_lr") != self.args.number("lr")

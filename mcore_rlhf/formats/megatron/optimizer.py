@@ -24,6 +24,7 @@ from mcore_rlhf.families.megatron.groups import (
     Membership,
     as_stored,
     by_adam,
+    by_sgd,
     inner_state,
     members,
     merged_groups,
@@ -162,7 +163,7 @@ def _keeps_no_state(shards: Sequence[RankShard], args: Arguments) -> bool:
     skipped = all("grad_scaler" in member and not has_plain_state(member) for _, member in members) and not any(
         group.fields.get("step") for shard, member in members for group in groups_of(member, shard.pt)
     )
-    sgd = args.values.get("optimizer") == "sgd" and not args.values.get("sgd_momentum")
+    sgd = by_sgd(args.values) and not args.values.get("sgd_momentum")
     return skipped or sgd or not shards[0].top.get("iteration")
 
 
