@@ -395,9 +395,9 @@ def _rounding(*sources: Source) -> Tolerance:
 
 
 def _dtypes(source: Source) -> set[str]:
-    """Of the parameters as they are stored; of the model, where only masters are."""
-    entries = (source.catalog.get(name) for name in source.catalog if name.state == PARAM)
-    return {str(e.dtype) for e in entries if e is not None} or {str(spec.dtype) for spec in source.model.params}
+    """Of the parameters as they are stored; of the model, where only masters are, though buffers lie beside them."""
+    stored = {name.param: source.catalog.dtype(name) for name in source.catalog if name.state == PARAM}
+    return {str(stored.get(spec.name) or spec.dtype) for spec in source.model.params}
 
 
 def _print_model(facts: Facts) -> None:

@@ -215,8 +215,11 @@ def sub_groups(numels: Sequence[int], dp: int, limit: int) -> list[range]:
         limit: ``sub_group_size``: a sub-group is closed once a rank's slices of it hold that many elements.
 
     Returns:
-        The parameters of each sub-group; together they are the whole group.
+        The parameters of each sub-group; together they are the whole group. A group without parameters, as where all of its own are
+        frozen, has none.
     """
+    if not numels:
+        return []
     slices = [slice_numel(numel, dp) for numel in numels]
     if limit >= sum(slices):
         return [range(len(slices))]

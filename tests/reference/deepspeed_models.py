@@ -50,6 +50,8 @@ class Tuning:
         stage, dp: Of ZeRO.
         lr: Learning rate, constant.
         muon: Whether DeepSpeed's own Muon trains the matrices.
+        momentum: Of SGD, where that trains.
+        frozen: Parts of the names of parameters that are not trained; the optimizer's groups list them all the same.
     """
 
     kind: str
@@ -59,6 +61,8 @@ class Tuning:
     dp: int
     lr: float = 1e-3
     muon: bool = False
+    momentum: float = 0.0
+    frozen: tuple[str, ...] = ()
 
 
 class Trunk(nn.Module):

@@ -32,6 +32,8 @@ def build(tuning: Tuning, *, universal: bool = False) -> Any:
     config, model_class = MODELS[tuning.kind]
     model: PreTrainedModel = model_class(config(**tuning.config))
     named = list(model.named_parameters())
+    for name, param in named:
+        param.requires_grad_(not any(part in name for part in tuning.frozen))
     groups = [
         {"params": [param for _, param in named if param.dim() > 1], "weight_decay": 0.1},
         {"params": [param for _, param in named if param.dim() < 2], "weight_decay": 0.0},
@@ -40,7 +42,9 @@ def build(tuning: Tuning, *, universal: bool = False) -> Any:
         params = {"lr": tuning.lr, "momentum": 0.9, "betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True}
         settings = {**_config(tuning, universal), "optimizer": {"type": "Muon", "params": params}}
         return deepspeed.initialize(model=model, model_parameters=groups, config=settings)[0]
-    optimizer = torch.optim.AdamW(groups, lr=tuning.lr, betas=(0.9, 0.999), eps=1e-8)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=tuning.lr, betas=(0.9, 0.999), eps=1e-8)
+    if tuning.momentum:
+        optimizer = torch.optim.SGD(groups, lr=tuning.lr, momentum=tuning.momentum)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=_config(tuning, universal))[0]
 
 
@@ -55,7 +59,9 @@ def _config(tuning: Tuning, universal: bool) -> dict[str, Any]:
 
 
 def look(engine: Any, tuning: Tuning) -> Live:
-    """Every rank calls; every rank gets all."""
+    """Every rank calls; every rank gets all, of SGD its weights."""
+    if tuning.momentum:
+        return Live(deepspeed_live.module_of(engine, tuning.stage), {}, [])
     return (deepspeed_muon if tuning.muon else deepspeed_live).look(engine, tuning.stage)
 
 

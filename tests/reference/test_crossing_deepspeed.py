@@ -16,12 +16,15 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.conversions import GOLDENS, golden
 from tests.helpers.independent_reader import Reading, read
 from tests.reference import deepspeed_from_megatron, muon_jobs
 from tests.reference.deepspeed_from_megatron import batches
 from tests.reference.deepspeed_live import Live, Seen
+from tests.reference.deepspeed_matrix import differences as matrix_differences
 from tests.reference.deepspeed_matrix import same
 from tests.reference.deepspeed_models import Batch, Tuning
 from tests.reference.lab import Lab
@@ -186,6 +189,56 @@ def test_megatron_goes_on_as_qwen3_does(deepspeed_pool: WorkerPool, pool: Worker
     assert len(before.states) == 3 * (3 + 4 * 11)
     assert [key for key in before.states if not same(before.states[key], seen.start.states[key])] == []
     assert seen.losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)
+
+
+def test_megatron_goes_on_as_sgd_does(deepspeed_pool: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
+    """Its momenta are a plain optimizer's: no distributed one takes SGD."""
+    model, training = FP32, Training(optimizer="plain", lr=1e-2)
+    tuning = Tuning("llama", {**CONFIG, "vocab_size": model.vocab_size}, "fp32", 1, 2, lr=training.lr, momentum=0.9)
+    data, ds = batches(model, training, 0, 4), str(tmp_path / "ds")
+    ranks: list[Seen] = deepspeed_pool.run(
+        f"{JOBS}:train_and_save", tuning, ds, data[:2], data[2:], world_size=2, timeout=TIMEOUT
+    )
+    megatron = converted(
+        Path(ds), tmp_path / "mcore", "megatron", padded_vocab_size=model.vocab_size, transformer_impl="local",
+        reference_config=described(tmp_path, tuning), lr_limits=(training.lr, training.min_lr),
+    )  # fmt: skip
+    seen = pool.run(
+        muon_jobs.go_on_with_megatron, Session(model, Parallel(), training), str(megatron), "sgd", world_size=1, timeout=2 * TIMEOUT
+    )[0]  # fmt: skip
+    assert [seen.losses[3], seen.losses[4]] == pytest.approx(ranks[0].losses, rel=TOLERANCE)
+    with pytest.raises(UsageError, match="SGD"):
+        converted(
+            Path(ds), tmp_path / "other", "megatron", optimizer="distributed", padded_vocab_size=model.vocab_size,
+            reference_config=described(tmp_path, tuning),
+        )  # fmt: skip
+
+
+LOWER = ("embed_tokens", "layers.0.", "layers.1.", "layers.2.")
+
+
+@pytest.mark.parametrize(
+    ("frozen", "stage", "way"), [(LOWER, 1, "megatron"), (("norm",), 3, "deepspeed")], ids=["lower", "norms"]
+)
+def test_a_run_that_trains_a_part_goes_on(
+    frozen: tuple[str, ...], stage: int, way: str, deepspeed_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """What Megatron meets first are norms where the lower layers are frozen; and where all norms are, stage 3 has an empty group."""
+    tuning, ds = Tuning("llama", CONFIG, "bf16", stage, 2, frozen=frozen), tmp_path / "ds"
+    data = batches(TinyGPT(), Training(), 0, 4)
+    run: list[Seen] = deepspeed_pool.run(
+        f"{JOBS}:train_and_save", tuning, str(ds), data[:2], data[2:], world_size=2, timeout=TIMEOUT
+    )
+    megatron = converted(
+        ds, tmp_path / "mcore", "megatron", tp=1, pp=2, reference_config=described(tmp_path, tuning), transformer_impl="local",
+        lr_limits=(1e-3, 1e-3),
+    )  # fmt: skip
+    verdict = verify(megatron, ReadOptions(), Depth.DEEP)
+    assert verdict.intact, verdict.problems
+    back = converted(megatron if way == "megatron" else ds, tmp_path / "back", "deepspeed", zero_stage=stage, dp=1)
+    seen = load(deepspeed_pool, replace(tuning, dp=1), back, data[2:])[0]
+    assert matrix_differences(run[0].start, seen.start) == []
+    assert seen.losses == pytest.approx(run[0].losses, rel=2e-3)
 
 
 @pytest.mark.slow

@@ -95,6 +95,24 @@ def test_frozen_parameters(training: Training, engine_lab: EngineLab) -> None:
     assert engine_lab.file_differences_of(ours, theirs) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "parallel", "frozen"), [(MOE, Parallel(ep=2, dp=2), (".experts.",)), (GPT, Parallel(tp=2), ("norm",))],
+    ids=["experts", "norms"],
+)  # fmt: skip
+def test_a_frozen_kind_has_no_optimizer_and_no_group(
+    model: TinyGPT, parallel: Parallel, frozen: tuple[str, ...], engine_lab: EngineLab
+) -> None:
+    """Megatron makes none for experts of which none is trained, and no param group for vectors."""
+    lab = engine_lab.lab
+    saved, _, theirs = saved_after_noise(lab, model, parallel, ADAM, frozen=frozen)
+    verdict = verify(theirs, ReadOptions(), Depth.DEEP)
+    assert verdict.intact, verdict.problems
+    again, job = lab.reshape(theirs)
+    assert job.lossless
+    found = run(lab, jobs.load_with_megatron, Session(model, parallel, ADAM, load=str(again)), frozen=frozen)
+    assert same_states(saved, found) == []
+
+
 @slow
 @pytest.mark.parametrize("target", [Parallel(tp=4), Parallel(pp=2, dp=2), Parallel(tp=2, pp=2, vpp=2)])
 def test_pieces_lie_where_megatron_itself_places_them(target: Parallel, engine_lab: EngineLab) -> None:

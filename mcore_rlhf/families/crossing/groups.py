@@ -96,7 +96,17 @@ def with_members(
         if group.fields.get(USE_MUON) is True:  # DeepSpeed sorts what its Muon trains, and loads by position
             names.sort(key=relation.huggingface.__getitem__, reverse=True)
     made = [_with_step(group, names, scalars) for group, names in zip(groups, members, strict=True) if names]
+    made.sort(key=_place)
     return DealtGroups(source.state.groups, tuple(made), otherwise)
+
+
+def _place(group: ParamGroup) -> tuple[bool, bool]:
+    """Where a group stands, which DeepSpeed and torch find by its place: trainers put what decays first, and DeepSpeed its Muon.
+
+    Sources: transformers 5.23.0, ``trainer.py`` (``create_optimizer``); OpenRLHF 0.11.2, ``utils/deepspeed/deepspeed_utils.py``
+    (``get_optimizer_grouped_parameters``); DeepSpeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``).
+    """
+    return group.fields.get(USE_MUON) is False, group.fields.get("wd_mult", 1) == 0
 
 
 def _with_marks(groups: Sequence[ParamGroup], membership: Membership) -> Sequence[ParamGroup]:
@@ -189,7 +199,9 @@ def as_megatron(
             found.setdefault(key, {}).setdefault(number, name)
     problems = Problems()
     plain = [_plain(group, has_variance=EXP_AVG_SQ in source.states) for group in groups]
-    chained = sorted(found, key=lambda key: not key[2])  # Muon is the first of Megatron's chain
+    chained = sorted(
+        found, key=lambda key: (not key[2], key[1] != 1)
+    )  # Muon is the first of its chain; inside, its defaults
     made = {key: _merged(plain, key, found[key], problems) for key in chained}
     _check_muon(groups, found, problems)
     problems.raise_if_any()

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Shape
 from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
-from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.groups import Membership
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
+from mcore_rlhf.families.megatron.groups import Membership, by_sgd
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -86,7 +86,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
     described = arguments(source, origin, config, relation, sizes, options.ignore_fields)
-    args = Arguments({**described, **_muon_arguments(source)})
+    args = Arguments({**described, **_optimizer_arguments(source)})
     model = _model(source, relation, args, tied, sizes)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = source.catalog.recut(source.role, relation.of_megatron(), relation.megatron).rows(rows)
@@ -100,7 +100,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
         state=_state(source, origin, args, dealt.groups), notes=notes,
-        optimizer=None if source.optimizer is None else "distributed",
+        optimizer=None if source.optimizer is None else PLAIN if by_sgd(args.values) else DISTRIBUTED,
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
         moved={**places.moved, **_waiting(source)}, origin=origin_of_module(source, family),
     )  # fmt: skip
@@ -148,14 +148,27 @@ def _momentum(groups: Sequence[ParamGroup]) -> object:
     return groups[0].fields.get("momentum", 0.95)
 
 
-def _muon_arguments(source: Source) -> dict[str, object]:
-    """What a Megatron run that goes on with DeepSpeed's Muon has to be told; the momentum is the same moving average in both.
+def _optimizer_arguments(source: Source) -> dict[str, object]:
+    """What a Megatron run has to be told that goes on with another optimizer than Adam or Lion: DeepSpeed's Muon, whose momentum is the
+    same moving average in both, or SGD.
 
     Sources: deepspeed 0.19.8, ``runtime/zero/muon/original_muon.py`` (``muon_update``, ``_aspect_ratio_scale``); emerging_optimizers
     0.3.0, ``orthogonalized_optimizers/orthogonalized_optimizer.py`` (``step``), ``muon.py`` (``get_muon_scale_factor``);
-    megatron-core 0.19.2, ``optimizer/optimizer_config.py``.
+    megatron-core 0.19.2, ``optimizer/optimizer_config.py``, ``optimizer/__init__.py`` (``_get_megatron_optimizer_based_on_param_groups``).
+
+    Raises:
+        Unsupported: No optimizer of Megatron's keeps what this one does.
     """
-    muon = _of_muon(source)
+    muon, states = _of_muon(source), {*source.states}
+    if not muon and source.optimizer is not None and not {EXP_AVG, EXP_AVG_SQ} <= states:
+        if others := sorted(states - {MASTER, MOMENTUM, EXP_AVG}):
+            raise Unsupported(
+                f"{source.root}: its optimizer keeps {', '.join(others)}, as none of Megatron's does\n"
+                "--no-optimizer converts the weights alone."
+            )
+        if EXP_AVG not in states:  # which Lion keeps
+            momentum = source.state.groups[0].fields.get("momentum", 0.0) if source.state.groups else 0.0
+            return {"optimizer": "sgd", "use_distributed_optimizer": False, "sgd_momentum": momentum}
     if not muon:
         return {}
     return {
@@ -348,6 +361,8 @@ _WITHOUT_IMAGES: Rule[Sequence[str]] = Rule(
     lambda gone: _tensors("names", gone),
 )  # fmt: skip
 _RULES: tuple[Rule[_InMegatron], ...] = (
+    Rule(Fate.NOTE, "SGD: Megatron trains it with --optimizer sgd --sgd-momentum {0.args[sgd_momentum]}, without a distributed optimizer",
+         lambda s: by_sgd(s.args) and s.source.optimizer is not None),
     Rule(Fate.NOTE, "config.json counts {0.counted.mtp} layers of multi-token prediction; there are none in the files",
          lambda s: s.counted.mtp and not s.further()),
     Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", lambda s: s.copies),

@@ -67,7 +67,7 @@ class Dealing:
         chosen = [groups[number] for number in positions]
         return positions[self.membership.index(param.name, len(param.shape), chosen)]
 
-    def as_met(self, params: Sequence[LocalParam]) -> Dealing:
+    def as_met(self, params: Sequence[LocalParam], *, always: bool = False) -> Dealing:
         """The same, with the groups of each optimizer in the order in which a rank meets them; those that it does not meet come last.
 
         Releases before 0.16 make them so, and those before 0.14 load a distributed optimizer's by position: where a stage begins
@@ -77,8 +77,10 @@ class Dealing:
 
         Args:
             params: All parameters of a model-parallel rank, in registration order.
+            always: Even where later releases sort them, which find a distributed optimizer's by their fields: whichever release goes on
+                with a run that was never Megatron's, takes them so.
         """
-        if any(_SORTED in group.fields for groups in self.groups for group in groups):
+        if not always and any(_SORTED in group.fields for groups in self.groups for group in groups):
             return self
         order = {(param.vpp_rank, param.name): number for number, param in enumerate(params)}
         met = [

@@ -36,8 +36,19 @@ _MEMBER = (
     "optimizer", "optimizer_state_dict", "param_groups", "state", "fp32_from_fp16_params", "fp32_from_fp16", "grad_scaler",
     "param_state_sharding_type",
 )  # fmt: skip
+_PARTS = "param_state"
+"""What parts leave empty behind where the first rank trains nothing. Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py``
+(``sharded_state_dict``)."""
 _COMMON_STEP = "common_step"
 """One for all parameters. Source: megatron-core 0.16.1, ``optimizer/optimizer.py`` (``sharded_state_dict``)."""
+
+
+def by_sgd(args: Mapping[str, object]) -> bool:
+    """Whether SGD trains, which no distributed optimizer takes.
+
+    Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
+    """
+    return args.get("optimizer") == "sgd"
 
 
 def by_adam(args: Mapping[str, object]) -> bool | None:
@@ -97,15 +108,24 @@ class ChainedOptimizer:
         return self.matrices is None or self.matrices == is_matrix(param.name, len(param.shape))
 
 
-def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer, ...]:
+def members(
+    args: Arguments, parallel: ParallelConfig, specs: Iterable[ParamSpec] | None = None
+) -> tuple[ChainedOptimizer, ...]:
     """The chained optimizers of every rank, in the order in which they are saved.
 
     Sources: megatron-core 0.16.1, ``optimizer/muon.py``; 0.19.2, ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``):
     Muon, then the rest; experts that are dealt over ranks apart, unless it is layer-wise. Of experts, biases alone are no matrices.
+    Where all experts are frozen there is none for them (``get_megatron_optimizer``).
+
+    Args:
+        args: The run's.
+        parallel: Its layout.
+        specs: The model's parameters; without them experts count as trained.
     """
     chunks = tuple(range(parallel.vpp))
+    apart = args.experts_apart(parallel) and (specs is None or any(_is_routed(spec) for spec in specs))
     if args.has_matrix_optimizer:
-        apart, biases = args.experts_apart(parallel), args.flag("add_bias_linear", True)
+        biases = args.flag("add_bias_linear", True)
         halves = ((True, apart), (False, apart and biases))
         if args.layer_wise:
             return tuple(ChainedOptimizer(chunks, None, half) for half, _ in halves)
@@ -114,8 +134,18 @@ def members(args: Arguments, parallel: ParallelConfig) -> tuple[ChainedOptimizer
     dense = [ChainedOptimizer(chunks, expert=False)]
     if args.flag("overlap_param_gather_with_optimizer_step") and parallel.vpp > 1:
         dense = [ChainedOptimizer(chunks[:1], expert=False), ChainedOptimizer(chunks[1:], expert=False)]
-    experts = [ChainedOptimizer(chunks, expert=True)] if args.experts_apart(parallel) else []
-    return (*dense, *experts)
+    return (*dense, *([ChainedOptimizer(chunks, expert=True)] if apart else []))
+
+
+def _is_routed(spec: ParamSpec) -> bool:
+    """Whether it is an expert's parameter that is trained."""
+    return spec.trainable and is_routed_expert(spec.name)
+
+
+def as_stored(chained: tuple[ChainedOptimizer, ...], count: int) -> tuple[ChainedOptimizer, ...]:
+    """The chained optimizers of which so many are stored: all but the experts', where these are frozen."""
+    dense = tuple(member for member in chained if member.expert is not True)
+    return dense if len(dense) == count else chained
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +234,7 @@ class Membership:
     def _scaled(self, name: str, ndim: int) -> bool:
         """Whether muP scales the rate of a parameter: of all matrices but embeddings, and with SGD of everything else."""
         embedding = "embedding" in name or (self.args.tied and name.endswith("output_layer.weight"))
-        return (ndim > 1 and not embedding) != (self.args.values.get("optimizer") == "sgd")
+        return (ndim > 1 and not embedding) != by_sgd(self.args.values)
 
     def _has_other_rate(self, fields: Mapping[str, object]) -> bool:
         return fields.get("max_lr") != self.args.number("lr")
@@ -338,7 +368,7 @@ def groups_for(
     """
     dense = [group for group in groups if not group.expert]
     expert = [group for group in groups if group.expert]
-    routed = [spec for spec in specs if spec.trainable and is_routed_expert(spec.name)]
+    routed = [spec for spec in specs if _is_routed(spec)]
     if not apart or not routed:
         return dense + [lone for group in expert for lone in _without_counterpart(group, dense)], []
     if not expert:
@@ -393,7 +423,8 @@ def look_at_optimizer(found: Unplaced, file: str, stored: object) -> None:
         if isinstance(member, Mapping):
             inner = inner_state(member)
             known = of_torch(inner)
-            found.look(file, member, dict.fromkeys(_MEMBER), "optimizer")
+            placed = {key: value for key, value in member.items() if key != _PARTS or value}
+            found.look(file, placed, dict.fromkeys(_MEMBER), "optimizer")
             states = {**(known["state"] or {}), _COMMON_STEP: None}
             found.look(
                 file,

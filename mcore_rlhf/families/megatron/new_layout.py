@@ -16,6 +16,7 @@ from mcore_rlhf.models.huggingface.config import text_of
 from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
+from .groups import by_sgd
 
 _DEFAULT_DIVISOR = 128  # Megatron's own default for --make-vocab-size-divisible-by
 
@@ -266,6 +267,11 @@ def optimizers(source: Source, args: Arguments, options: WriteOptions) -> tuple[
     if options.optimizer and source.optimizer is None:
         raise UsageError(f"--optimizer {options.optimizer}: the source has no optimizer state")
     old, wanted = source.optimizer, options.optimizer or source.optimizer
+    if wanted == DISTRIBUTED and by_sgd(args.values):
+        raise UsageError(
+            "--optimizer distributed: SGD trained it, and Megatron's distributed optimizer takes Adam and Lion alone\n"
+            "Leave it out."
+        )
     if args.has_matrix_optimizer and old is not None:
         old = LAYER_WISE if args.layer_wise else PLAIN
         wanted = {None: old, DISTRIBUTED: LAYER_WISE}.get(options.optimizer, options.optimizer)

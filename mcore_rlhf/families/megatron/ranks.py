@@ -164,7 +164,9 @@ class RankPattern:
         kinds: Sequence[_CutKind],
     ) -> None:
         self.blueprint, self.at, self.keys, self.items = blueprint, at, keys, items
-        self.chained: tuple[ChainedOptimizer, ...] = members(blueprint.args, blueprint.choices.parallel)
+        self.chained: tuple[ChainedOptimizer, ...] = members(
+            blueprint.args, blueprint.choices.parallel, blueprint.model.params
+        )
         self.kinds = {kind: kinds[kind] for _, _, kind in keys if kind >= 0}
         self._stacked = any(kind.spec.partition.stacked is not None for kind in self.kinds.values())
         layouts = self._layouts(at, items)

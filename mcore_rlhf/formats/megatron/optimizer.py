@@ -22,7 +22,9 @@ from mcore_rlhf.families.megatron.groups import (
     ChainedOptimizer,
     LocalParam,
     Membership,
+    as_stored,
     by_adam,
+    by_sgd,
     inner_state,
     members,
     merged_groups,
@@ -161,7 +163,7 @@ def _keeps_no_state(shards: Sequence[RankShard], args: Arguments) -> bool:
     skipped = all("grad_scaler" in member and not has_plain_state(member) for _, member in members) and not any(
         group.fields.get("step") for shard, member in members for group in groups_of(member, shard.pt)
     )
-    sgd = args.values.get("optimizer") == "sgd" and not args.values.get("sgd_momentum")
+    sgd = by_sgd(args.values) and not args.values.get("sgd_momentum")
     return skipped or sgd or not shards[0].top.get("iteration")
 
 
@@ -179,7 +181,7 @@ def _groups(shard: RankShard) -> Iterator[list[ParamGroup]]:
 def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading) -> set[str]:
     """Note the places of one rank's states; returns the names that could have some."""
     params, stored = _local_params(shard, run)
-    chained = members(run.args, run.parallel)
+    chained = as_stored(members(run.args, run.parallel), len(_members(shard)))
     if kind == DISTRIBUTED:
         _read_flat(shard, chained, params, stored, run, reading)
     elif kind == PLAIN:
@@ -210,14 +212,14 @@ def _read_flat(
                     f"{shard.distrib.file}: the state of {'expert' if member.expert else 'dense'} parameters is missing"
                 )
             continue
-        if len(groups) == len(chained):
-            trained = ((param.name, len(param.shape)) for param in owned)
-            Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
 
         def layout(candidates: Sequence[LocalParam], member: ChainedOptimizer = member) -> list[object]:
             return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]
 
         places = flat_states(content, shard.distrib.file, owned, stored, layout)  # type: ignore[arg-type]
+        if len(groups) == len(chained):
+            trained = ((param.name, len(param.shape)) for param in owned if (param.vpp_rank, param.name) in places)
+            Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items())
 
 

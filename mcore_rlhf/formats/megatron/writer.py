@@ -23,7 +23,7 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.dealing import Dealing, Dealt, DealtFile, dealt_files
 from mcore_rlhf.families.megatron.folders import TRACKER, FileRank, file_ranks, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import LocalParam, Membership, groups_by_member
+from mcore_rlhf.families.megatron.groups import LocalParam, Membership, groups_by_member, members
 from mcore_rlhf.families.megatron.layout import Blueprint, grad_dtype
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.modelopt import keys as modelopt_keys
@@ -119,7 +119,7 @@ class _LegacyWriter:
         folder = iteration_folder_name(self.run.iteration)
         prefix = f"{folder}/{at.folder}"
         files = [TargetFile(f"{prefix}/model_optim_rng.pt", partial(self._model_file, at, folder))]
-        if self.run.choices.optimizer == DISTRIBUTED and (at.holds_dense_optimizer or self._has_experts()):
+        if self.run.choices.optimizer == DISTRIBUTED and (at.holds_dense_optimizer or self.experts):
             files.append(TargetFile(f"{prefix}/distrib_optim.pt", partial(self._distrib_file, at, folder)))
         if self.run.choices.optimizer == LAYER_WISE:
             dealt = dealt_files(self.run.choices.parallel, at)
@@ -128,8 +128,11 @@ class _LegacyWriter:
             ]
         return files
 
-    def _has_experts(self) -> bool:
-        return self.blueprint.args.experts_apart(self.run.choices.parallel)
+    @cached_property
+    def experts(self) -> bool:
+        """Whether they have an optimizer of their own."""
+        chained = members(self.blueprint.args, self.run.choices.parallel, self.blueprint.model.params)
+        return any(member.expert for member in chained)
 
     def _model_file(self, at: FileRank, folder: str) -> FileLayout:
         rank = RankLayout(self.blueprint, at, folder)
@@ -159,7 +162,7 @@ class _LegacyWriter:
         run = self.run
         return TreeMaker(
             rank, run.source.state, run.arguments(rank.at), self.opaque.value_for(rank), run.rng_states(rank.at),
-            self._per_rank(rank.at), run.membership, run.family.scalars,
+            self._per_rank(rank.at), run.membership, run.family.scalars, foreign=bool(run.source.origin),
         )  # fmt: skip
 
     def _per_rank(self, at: FileRank) -> Mapping[str, object]:
@@ -208,6 +211,7 @@ class TreeMaker:
         membership: Decides which param group a parameter is in.
         scalars: Values that a plain optimizer keeps per parameter.
         dealt: Its own of the parameters that are dealt to data-parallel ranks; None where it has all.
+        foreign: Whether the run was another family's.
     """
 
     rank: RankLayout
@@ -219,6 +223,7 @@ class TreeMaker:
     membership: Membership
     scalars: Mapping[str, object]
     dealt: Dealt | None = None
+    foreign: bool = False
 
     def model_tree(self) -> Tree:
         """The content of ``model_optim_rng.pt``."""
@@ -260,7 +265,8 @@ class TreeMaker:
         chained, blueprint = self.rank.chained, self.rank.blueprint
         apart = blueprint.args.experts_apart(blueprint.choices.parallel)
         groups = groups_by_member(chained, self.state.groups, apart, blueprint.model.params, self.membership)
-        return Dealing(chained, groups, self.membership, apart).as_met(self.rank.trained())
+        any_order = blueprint.choices.optimizer == DISTRIBUTED and self.foreign
+        return Dealing(chained, groups, self.membership, apart).as_met(self.rank.trained(), always=any_order)
 
     def optimizer(self) -> object:
         """One dictionary, or one for each chained optimizer: what ``model_optim_rng.pt`` has of it."""

@@ -117,7 +117,7 @@ def optimizers(run: NewRun) -> list[tuple[bool, Tree]]:
     """What each chained optimizer has besides tensors, and whether it is for matrices."""
     parallel, model = run.choices.parallel, run.source.model
     args = Arguments(run.arguments(None))
-    chained, apart = members(args, parallel), args.experts_apart(parallel)
+    chained, apart = members(args, parallel, model.params), args.experts_apart(parallel)
     groups = groups_by_member(chained, run.source.state.groups, apart, model.params, run.membership)
     kinds = [bool(member.matrices) for member in chained]
     return [

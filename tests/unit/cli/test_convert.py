@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from mcore_rlhf.manager import convert_step as converting
+from tests.helpers.conversions import GOLDENS
 
 from .conftest import Cli, everything_below
 
@@ -51,6 +53,29 @@ def test_verify_proves_the_target(cli: Cli, tp2pp2: Path, tmp_path: Path, option
     assert (done["verify"]["intact"], done["verify"]["depth"]) == (True, "deep")
     assert done["diff"]["tensors"] == (27 if "--no-optimizer" in options else 108)
     assert done["diff"]["differences"] == []
+
+
+def test_masters_beside_a_buffer_are_compared_bit_for_bit(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DCP folder's weights are the fp32 that is trained, and a buffer of whole numbers beside them changes no type."""
+    honest = converting.convert
+
+    def convert_and_round(source: Path, target: Path, *rest: object) -> object:
+        job = honest(source, target, *rest)  # type: ignore[arg-type]
+        data = bytearray((target / "model.safetensors").read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        start = next(one["data_offsets"][0] for one in header.values() if one.get("dtype") == "F32")
+        data[8 + length + start] ^= 1  # the last bit of a number
+        (target / "model.safetensors").write_bytes(data)
+        return job
+
+    monkeypatch.setattr(converting, "convert", convert_and_round)
+    source = GOLDENS.parent / "dcp" / "fsdp2_ws2" / "actor"
+    done = cli("convert", source, tmp_path / "out", "--to", "hf", "--verify", "--no-fsync", "--json").json
+    assert len(done["diff"]["differences"]) == 1
+    assert not any("type was changed" in note for note in done["diff"]["notes"])
 
 
 def test_verify_finds_a_target_that_is_wrong(

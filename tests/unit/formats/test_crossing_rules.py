@@ -128,6 +128,14 @@ def test_one_group_is_dealt_by_megatrons_rule(tmp_path: Path, config: Path) -> N
     assert "weight-decay multiplier 0: of group 0" in said(job, Fate.DERIVED)
 
 
+def test_every_stage_has_its_groups_in_the_order_in_which_it_meets_them(tmp_path: Path, config: Path) -> None:
+    """By place megatron-core before 0.14 takes them; the second stage begins with a norm."""
+    source, _ = trained_by_deepspeed(tmp_path / "uni", "qwen3")
+    _, after = megatron_of(source, tmp_path / "out", pp=2, reference_config=str(config), transformer_impl="local")
+    stages = [rank.model["optimizer"]["optimizer"]["param_groups"] for rank in after.ranks]
+    assert [[group["wd_mult"] for group in groups] for groups in stages] == [[1.0, 0.0], [0.0, 1.0]]
+
+
 def test_rules_say_what_is_decayed(tmp_path: Path, config: Path) -> None:
     source, _ = trained_by_deepspeed(tmp_path / "uni", "qwen3")
     rules = Rules((Rule("*", wd_mult=1.0),))
