@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, Shape
 from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.fsdp.groups import STEP
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
-from mcore_rlhf.families.megatron.arguments import Arguments
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
@@ -86,7 +87,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
     described = arguments(source, origin, config, relation, sizes, options.ignore_fields)
-    args = Arguments({**described, **_muon_arguments(source)})
+    args = Arguments({**described, **_muon_arguments(source), **_sgd_arguments(source)})
     model = _model(source, relation, args, tied, sizes)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = source.catalog.recut(source.role, relation.of_megatron(), relation.megatron).rows(rows)
@@ -100,7 +101,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
         state=_state(source, origin, args, dealt.groups), notes=notes,
-        optimizer=None if source.optimizer is None else "distributed",
+        optimizer=None if source.optimizer is None else DISTRIBUTED if EXP_AVG in source.states else PLAIN,
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
         moved={**places.moved, **_waiting(source)}, origin=origin_of_module(source, family),
     )  # fmt: skip
@@ -162,6 +163,19 @@ def _muon_arguments(source: Source) -> dict[str, object]:
         "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
         "muon_momentum": _momentum(muon), "muon_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_coefficient_type": "simple",
     }  # fmt: skip
+
+
+def _sgd_arguments(source: Source) -> dict[str, object]:
+    """What a Megatron run that goes on with SGD has to be told; its distributed optimizer takes Adam and what keeps Adam's moments alone.
+
+    Sources: torch 2.13.0, ``optim/sgd.py``; megatron-core 0.19.2, ``optimizer/__init__.py`` (``optimizer == 'sgd'``),
+    ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
+    """
+    groups = source.state.groups
+    momentum = [group.fields.get("momentum") for group in groups if "nesterov" in group.fields]
+    if not momentum or len(momentum) < len(groups) or _of_muon(source):
+        return {}
+    return {"optimizer": "sgd", "sgd_momentum": momentum[0], "use_distributed_optimizer": False}
 
 
 def _goes_along(source: Source) -> bool:
@@ -328,6 +342,14 @@ class _InMegatron:
         placed = {"global_samples", *_ENGINE_VALUES}
         return sorted(key for key, value in self.source.state.other.items() if key not in placed and value is not None)
 
+    def strange_states(self) -> list[str]:
+        """States of an optimizer that Megatron does not have: it has Adam, Lion, SGD and Muon."""
+        return [state for state in self.source.states if state not in (*ADAMS, MOMENTUM)]
+
+    def strange_numbers(self) -> list[str]:
+        """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``."""
+        return sorted({key for group in self.source.state.groups for key in group.scalars} - {STEP})
+
     def muon(self) -> Values | None:
         """What DeepSpeed's Muon trains."""
         groups = _of_muon(self.source)
@@ -390,6 +412,10 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     CARRIED_FIELDS.of_part(lambda s: undeclared_fields(s.config, s.relation.architecture, s.options.ignore_fields)),
     Rule(Fate.LOST, "{doubt}", lambda s: [{"doubt": doubt} for doubt in doubts(s.args)]),
     *(rule.of_part(lambda s: s.dealt) for rule in OF_MEGATRON),
+    Rule(Fate.NOTE, "{states}: no optimizer of Megatron's keeps such states; they lie in its files, for the way back",
+         lambda s: {"states": ", ".join(found)} if (found := s.strange_states()) else None),
+    Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
+         lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
     Rule(Fate.LOST, "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
          lambda s: s.source.state.scheduler is not None and FormerFamily.of(s.source).scheduler(s.source.state.iteration) is None,
          [Item(Kind.SCHEDULER)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.catalog import DType, dtype_of
+from mcore_rlhf.core.catalog import EXP_AVG, MASTER, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import config_in
 from mcore_rlhf.families.options import WriteOptions
@@ -269,4 +269,10 @@ def optimizers(source: Source, args: Arguments, options: WriteOptions) -> tuple[
     if args.has_matrix_optimizer and old is not None:
         old = LAYER_WISE if args.layer_wise else PLAIN
         wanted = {None: old, DISTRIBUTED: LAYER_WISE}.get(options.optimizer, options.optimizer)
+    if wanted == DISTRIBUTED and EXP_AVG not in source.states:
+        kept = ", ".join(state for state in source.states if state != MASTER) or "no states"
+        raise Unsupported(
+            f"--optimizer distributed: Megatron's distributed optimizer keeps moments of Adam, and the source has {kept}\n"
+            "Write --optimizer plain, or the weights alone with --no-optimizer."
+        )
     return old, wanted

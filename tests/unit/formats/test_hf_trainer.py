@@ -14,7 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert, prepare
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    Unportable,
+    Unsupported,
+    Untrusted,
+    UsageError,
+)
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
@@ -61,6 +70,14 @@ def _one_group(tree: Any) -> None:
     first.append(second.pop(0))
 
 
+def _more_groups(tree: Any) -> None:
+    """As a run deals them whose layers learn at rates of their own."""
+    for group in list(tree["param_groups"]):
+        half = len(group["params"]) // 2
+        tree["param_groups"].append({**group, "lr": 1e-3, "params": group["params"][half:]})
+        group["params"] = group["params"][:half]
+
+
 def _other_shape(tree: Any) -> None:
     tree["state"][0]["exp_avg_sq"] = torch.zeros(3, 5)
 
@@ -89,6 +106,7 @@ def _no_groups(tree: Any) -> None:
         (_twice, LayoutMismatch, "number 0 is in param groups twice"),
         (_of_nobody, LayoutMismatch, "has states of number 999, which is in no param group"),
         (_one_group, Unsupported, "their shapes fit in no way, or in several"),
+        (_more_groups, Unportable, "their shapes fit in no way, or in several"),  # the run itself goes on with it
         (_other_shape, CheckpointError, r"shape"),
         (_factored, Unsupported, "only states with one value per element"),
         (_huge, CheckpointError, "shape"),
@@ -108,6 +126,22 @@ def test_a_forged_optimizer_is_refused_and_the_weights_can_be_had(
         convert(folder, tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
     assert convert(folder, tmp_path / "weights", options(no_optimizer=True)).seen is not None
+
+
+def test_what_no_optimizer_of_megatrons_keeps_is_said_and_never_put_where_it_cannot_be(
+    folder: Path, tmp_path: Path
+) -> None:
+    """NAdam's product of momenta; and SGD's momentum, of which Megatron's distributed optimizer has none."""
+
+    def sgd(tree: Any) -> None:
+        for number, of in tree["state"].items():
+            tree["state"][number] = {"momentum_buffer": of["exp_avg"]}
+
+    edit(folder / "optimizer.pt", lambda tree: [of.update(mu_product=torch.ones(())) for of in tree["state"].values()])
+    assert any(text.startswith("mu_product: ") for text in convert(folder, tmp_path / "nadam", options()).account.lost)
+    edit(folder / "optimizer.pt", sgd)
+    with pytest.raises(Unsupported, match="keeps moments of Adam, and the source has momentum_buffer"):
+        convert(folder, tmp_path / "sgd", options(optimizer="distributed"))
 
 
 def test_an_optimizer_of_another_model_is_refused(folder: Path) -> None:
