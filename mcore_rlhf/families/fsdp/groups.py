@@ -52,19 +52,20 @@ class Collected:
 
         Raises:
             Unsupported: A group does not say what is in it.
+            Unportable: What is kept of a parameter is neither a state of its shape nor a number.
         """
         if self.own:
-            return self._dealt(order, notes)
+            return self._dealt(folder, order, notes)
         made = []
         for number, fields in enumerate(self._ordered()):
             names = _params(fields)
             if not isinstance(fields.get(PARAMS), list) or not all(isinstance(name, str) for name in names):
                 raise Unsupported(f"{folder}: param group {number} does not list its parameters by name: {names[:3]}")
             rest = {key: value for key, value in fields.items() if key != PARAMS}
-            made.append(self._group(number, rest, cast(list[str], names), notes))
+            made.append(self._group(folder, number, rest, cast(list[str], names), notes))
         return tuple(made)
 
-    def _dealt(self, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+    def _dealt(self, folder: ReadablePath, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
         """The flat style forgets groups: parameters with equal fields were in one, or might as well have been."""
         found: dict[str, tuple[dict[str, object], list[str]]] = {}
         for name in [name for name in order if name in self.own]:
@@ -74,13 +75,23 @@ class Collected:
             Fate.DERIVED,
             f"{len(found)} param groups: each is of parameters with the same settings, since the folder stores them per parameter",
         )
-        return tuple(self._group(n, fields, names, notes) for n, (fields, names) in enumerate(found.values()))
+        return tuple(self._group(folder, n, fields, names, notes) for n, (fields, names) in enumerate(found.values()))
 
-    def _group(self, number: int, fields: Mapping[str, object], names: Sequence[str], notes: Report) -> ParamGroup:
+    def _group(
+        self, folder: ReadablePath, number: int, fields: Mapping[str, object], names: Sequence[str], notes: Report
+    ) -> ParamGroup:
         scalars: dict[str, object] = {}
         for key in dict.fromkeys(key for name in names for key in self.scalars.get(name, {})):
-            held = {name: self.scalars[name][key] for name in names if key in self.scalars.get(name, {})}
+            of = {name: self.scalars[name][key] for name in names if key in self.scalars.get(name, {})}
+            held = {name: value for name, value in of.items() if value is not None}  # a momentum that has not begun
+            if not held:
+                continue
             first = next(iter(held))
+            if strange := [name for name, value in held.items() if not _is_number(value)]:
+                raise Unportable(
+                    f"{folder}: the optimizer keeps {key} of {strange[0]}, which is no number; only states with one value per element, "
+                    "and numbers, can be converted\n--no-optimizer takes the weights alone."
+                )
             apart = next((name for name, value in held.items() if _number(value) != _number(held[first])), None)
             scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
             if apart is not None:
@@ -116,6 +127,10 @@ def differing(number: int, key: str, first: str, one: object, second: str, other
         f"param group {number}: {first} is at {key} {_number(one):g}, {second} at {_number(other):g}; "
         "one for the group is kept, the largest"
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, SmallTensor) and value.numel() == 1)
 
 
 def _number(value: object) -> float:
