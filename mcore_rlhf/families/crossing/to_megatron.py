@@ -172,7 +172,7 @@ def _sgd_arguments(source: Source) -> dict[str, object]:
     ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
     """
     groups = source.state.groups
-    momentum = [group.fields.get("momentum") for group in groups if "nesterov" in group.fields]
+    momentum = [group.fields.get("momentum") for group in groups if "dampening" in group.fields]
     if not momentum or len(momentum) < len(groups) or _of_muon(source):
         return {}
     return {"optimizer": "sgd", "sgd_momentum": momentum[0], "use_distributed_optimizer": False}
