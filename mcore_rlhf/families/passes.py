@@ -239,6 +239,16 @@ def _to_huggingface(p: Passage) -> Source:
     return as_release(seen) if seen.state.release and not p.to.packs_experts else seen
 
 
+def _keeps_trained_alone(p: Passage) -> bool:
+    return p.module is not None and p.source.optimizer is not None and p.to.family == MegatronState.names
+
+
+def _without_frozen(p: Passage) -> Source:
+    from .fsdp.groups import without_frozen
+
+    return without_frozen(p.source)
+
+
 def _to_megatron(p: Passage) -> Source:
     from .crossing.to_megatron import to_megatron
 
@@ -430,6 +440,7 @@ NAMES = (
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
     Pass("a schedule that is asked for", _lacks_schedule, _with_schedule),
     Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
+    Pass("what the optimizer has no states of", _keeps_trained_alone, _without_frozen),
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
     Pass("a GPTModel as a hybrid one", lambda p: p.write.hybrid_layer_pattern not in (None, GPT), _hybrid),
     Pass("experts packed", _are_to_be_packed, _packed),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Inventory, Item, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Rule
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
@@ -42,6 +42,13 @@ class ParamGroup:
     expert: bool = False
     params: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+
+
+def note_frozen(names: Sequence[str], notes: Report) -> None:
+    """Say which parameters the optimizer has no states for."""
+    if names:
+        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        notes.add(Fate.NOTE, f"{len(names)} parameters have no optimizer state and count as frozen: {some}")
 
 
 BASE_LRS, LAST_LRS, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"

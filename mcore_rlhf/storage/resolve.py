@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from ..core.catalog import Record, dtype_of
-from ..errors import Corrupt, Unsupported, Untrusted, shown
+from ..errors import Corrupt, Unportable, Unsupported, Untrusted, shown
 from .meanings import STORAGES, Resolver, Unfit, class_value, meaning_of, shape_of
 from .pickle_scan import MAX_KEYS_WEIGHT
 from .stored import StoredTensor, Stub, StubType
@@ -227,7 +227,7 @@ class TreeResolver:
             Unfit: Nothing is known about it.
         """
         if self._subclass is None:
-            raise Unfit(Unsupported, f"a tensor of the class {name}; only plain tensors can be read here")
+            raise Unfit(Unportable, f"a tensor of the class {name}; only plain tensors can be read here")
         return self._subclass(self, name, args, state)
 
     def tensor(self, storage: Any, start: Any, shape: Any, strides: Any, dtype: str | None = None) -> StoredTensor:

@@ -91,6 +91,11 @@ WRITTEN: dict[str, Form] = {
     **_below("transformer_engine.common.recipe", "MXFP8BlockScaling NVFP4BlockScaling MMParams QParams", Form.OBJECT),
     "transformer_engine.common.recipe.Format": Form.MEMBER,
     "transformer_engine.common.recipe._FormatHelper": Form.TUPLE,
+    **_below(
+        "torchao.optim",
+        "subclass_8bit.OptimState8bit subclass_4bit.OptimState4bit subclass_fp8.OptimStateFp8",
+        Form.VALUE,
+    ),
     **_below("apex.optimizers", "fused_adam.FusedAdam fused_sgd.FusedSGD", Form.VALUE),
     **_below("transformers.trainer_utils", "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy", Form.MEMBER),
     **_below("transformers.trainer_utils", "SchedulerType FSDPOption", Form.MEMBER),

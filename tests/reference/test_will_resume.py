@@ -348,15 +348,14 @@ def _measured(step: Path) -> Path:
     return step
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
-def test_an_optimizer_that_nothing_else_can_have_goes_on(optim: str, tmp_path: Path) -> None:
+def test_an_optimizer_that_nothing_else_can_have_goes_on(tmp_path: Path) -> None:
     """Nobody here can convert it, which is said; Trainer goes on with it, and nothing says that this is in doubt."""
-    straight = train(model(1, tie_word_embeddings=True), tmp_path / "run", optim=optim)
+    straight = train(model(1, tie_word_embeddings=True), tmp_path / "run", optim="adafactor")
     step = tmp_path / "run" / f"checkpoint-{HALF}"
     found = forecast(step, loader_named("transformers")[0], Settings())
     assert found.resumes
     assert any("cannot be opened with its optimizer" in note for note in found.notes)
-    assert train(model(9, tie_word_embeddings=True), tmp_path / "on", step, optim=optim) == straight[HALF:]
+    assert train(model(9, tie_word_embeddings=True), tmp_path / "on", step, optim="adafactor") == straight[HALF:]
 
 
 @pytest.mark.slow

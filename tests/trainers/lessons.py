@@ -71,6 +71,7 @@ def model_of(orders: dict[str, Any]) -> torch.nn.Module:
     for name, param in made.named_parameters():
         if param.ndim == 1:  # biases are zero at birth, and norms one: let them tell apart
             torch.nn.init.normal_(param.data, mean=1.0 if "norm" in name else 0.0, std=0.05)
+        param.requires_grad_(not any(part in name for part in orders.get("frozen", ())))
     return made.to(getattr(torch, orders.get("dtype", "float32")))
 
 

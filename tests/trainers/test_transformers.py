@@ -18,8 +18,10 @@ import torch
 import transformers
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.errors import Unportable
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.models.spec import Rule, Rules
 from tests.helpers.catalog_values import tensor_of
 from tests.trainers.hf_runs import HALF, MOE, Seen, accelerated, adapted, model, train
 
@@ -111,6 +113,54 @@ def test_trainer_goes_on_after_megatron(name: str, like: bool, tmp_path: Path) -
     assert {key: kept[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")} == {
         key: was[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")
     }
+
+
+def frozen(trained: Any, parts: tuple[str, ...]) -> Any:
+    """The model with what has such names not trained."""
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
+    return trained
+
+
+LOWER_LAYER = Rules((Rule("model.layers.0.*", trainable=False),))
+SETTINGS: dict[str, tuple[tuple[str, ...], Rules, dict[str, Any]]] = {
+    "norms and biases frozen": (("norm", "bias"), Rules(), {}),
+    "lower layer frozen": (("layers.0.",), LOWER_LAYER, {}),
+    "SGD": ((), Rules(), {"optim": "sgd"}),
+    "Adagrad": ((), Rules(), {"optim": "adagrad"}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trainer_goes_on_after_megatron_whatever_trains_and_is_trained(name: str, tmp_path: Path) -> None:
+    parts, rules, arguments = SETTINGS[name]
+    whole = train(frozen(model(1, tie_word_embeddings=False), parts), tmp_path / "run", **arguments)
+    saved, back = tmp_path / "run" / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}"
+    if rules.rules:  # numbers of one layer may be those of another
+        with pytest.raises(Unportable, match=r"which are frozen \(trainable: false\)"):
+            open_checkpoint(saved, ReadOptions())
+    told = ConvertOptions(
+        to="megatron", fsync=False, workers=1, read=ReadOptions(rules=rules), write=WriteOptions(tp=2)
+    )
+    convert(saved, tmp_path / "megatron", told)
+    to(tmp_path / "megatron", back, "hf-trainer", like=str(saved))
+    again = frozen(model(9, tie_word_embeddings=False), parts)
+    assert train(again, tmp_path / "again", back, **arguments) == whole[HALF:]
+
+
+def test_accelerate_goes_on_where_its_optimizer_was_given_frozen_weights(tmp_path: Path) -> None:
+    still, saved = ("layers.0.",), tmp_path / "step_2"
+    whole = accelerated(frozen(model(1, tie_word_embeddings=False), still), save=saved)
+    model(1, tie_word_embeddings=False).config.save_pretrained(saved)
+    to(saved, tmp_path / "megatron", "megatron", tp=2)
+    model_there = open_checkpoint(tmp_path / "megatron", ReadOptions()).model
+    assert {spec.name for spec in model_there.params if not spec.trainable} == {
+        name for name in model_there.shapes if ".layers.0." in name
+    }
+    for name, source in (("same", saved), ("back", tmp_path / "megatron")):
+        to(source, tmp_path / name, "hf-accelerate", like=str(saved))
+        found = accelerated(frozen(model(9, tie_word_embeddings=False), still), resume=tmp_path / name)
+        assert [step[:-1] for step in found] == [step[:-1] for step in whole[HALF:]]
 
 
 def test_trainer_goes_on_after_deepspeed_and_several_files(tmp_path: Path) -> None:

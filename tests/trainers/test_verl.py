@@ -97,6 +97,18 @@ def test_verl_goes_on_where_its_placement_is_another(lab: Lab) -> None:
     assert losses(seen) == losses(wanted)
 
 
+def test_verl_goes_on_where_its_optimizer_was_given_frozen_weights(lab: Lab) -> None:
+    """A tied embedding among them, of which no state says that the output layer is the same."""
+    how = {"frozen": ["embed_tokens", "layers.0."], "tied": True}
+    run, wanted = lab.trained("0.9.1", **how)
+    there = lab.made(run, "frozen-megatron", "megatron", tp=2, dp=1)
+    assert open_checkpoint(there, ReadOptions()).model.tied
+    folders = [lab.made(run, "frozen-same"), lab.made(there, "frozen-back", dp=2, like=str(run))]
+    do = [order for folder in folders for order in (("load", folder), ("train", 2))]
+    seen = lab.carry_out("0.9.1", 2, do, seed=7, **how)
+    assert losses(seen[:2]) == losses(seen[2:]) == losses(wanted)
+
+
 def test_what_verl_saves_after_a_resume_is_read(lab: Lab) -> None:
     """The other way round: verl's own files, of a run that went on from ours."""
     run, _ = lab.trained("0.9.1", strategy="fsdp")

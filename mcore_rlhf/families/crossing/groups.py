@@ -286,6 +286,7 @@ def _plain(group: ParamGroup, *, has_variance: bool) -> dict[str, object]:
         has_variance: Whether what has betas is Adam: Lion has them too, and corrects no bias.
     """
     marks = {USE_MUON, *(["momentum"] if "momentum_beta" in group.fields else [])}  # see :func:`_with_marks`
+    marks |= {*group.scalars} - {_STEP}
     fields = {key: value for key, value in group.fields.items() if key not in marks}
     if _STEP in fields:
         fields[_STEP] = int(float(fields[_STEP]))  # type: ignore[arg-type]

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, MASTER, Shape
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, Shape
 from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.fsdp.groups import STEP
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import Membership, by_sgd
@@ -100,7 +101,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
         state=_state(source, origin, args, dealt.groups), notes=notes,
-        optimizer=None if source.optimizer is None else PLAIN if by_sgd(args.values) else DISTRIBUTED,
+        optimizer=None if source.optimizer is None else DISTRIBUTED if EXP_AVG in source.states else PLAIN,
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
         moved={**places.moved, **_waiting(source)}, origin=origin_of_module(source, family),
     )  # fmt: skip
@@ -150,31 +151,24 @@ def _momentum(groups: Sequence[ParamGroup]) -> object:
 
 def _optimizer_arguments(source: Source) -> dict[str, object]:
     """What a Megatron run has to be told that goes on with another optimizer than Adam or Lion: DeepSpeed's Muon, whose momentum is the
-    same moving average in both, or SGD.
+    same moving average in both, or torch's SGD, which a distributed optimizer does not take.
 
     Sources: deepspeed 0.19.8, ``runtime/zero/muon/original_muon.py`` (``muon_update``, ``_aspect_ratio_scale``); emerging_optimizers
     0.3.0, ``orthogonalized_optimizers/orthogonalized_optimizer.py`` (``step``), ``muon.py`` (``get_muon_scale_factor``);
-    megatron-core 0.19.2, ``optimizer/optimizer_config.py``, ``optimizer/__init__.py`` (``_get_megatron_optimizer_based_on_param_groups``).
-
-    Raises:
-        Unsupported: No optimizer of Megatron's keeps what this one does.
+    torch 2.13.0, ``optim/sgd.py``; megatron-core 0.19.2, ``optimizer/optimizer_config.py``, ``optimizer/__init__.py``
+    (``_get_megatron_optimizer_based_on_param_groups``), ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
     """
-    muon, states = _of_muon(source), {*source.states}
-    if not muon and source.optimizer is not None and not {EXP_AVG, EXP_AVG_SQ} <= states:
-        if others := sorted(states - {MASTER, MOMENTUM, EXP_AVG}):
-            raise Unsupported(
-                f"{source.root}: its optimizer keeps {', '.join(others)}, as none of Megatron's does\n"
-                "--no-optimizer converts the weights alone."
-            )
-        if EXP_AVG not in states:  # which Lion keeps
-            momentum = source.state.groups[0].fields.get("momentum", 0.0) if source.state.groups else 0.0
-            return {"optimizer": "sgd", "use_distributed_optimizer": False, "sgd_momentum": momentum}
-    if not muon:
+    if muon := _of_muon(source):
+        return {
+            "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
+            "muon_momentum": _momentum(muon), "muon_nesterov": True, "muon_scale_mode": "shape_scaling",
+            "muon_coefficient_type": "simple",
+        }  # fmt: skip
+    groups = source.state.groups
+    momentum = [group.fields.get("momentum") for group in groups if "dampening" in group.fields]
+    if not momentum or len(momentum) < len(groups):
         return {}
-    return {
-        "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
-        "muon_momentum": _momentum(muon), "muon_nesterov": True, "muon_scale_mode": "shape_scaling", "muon_coefficient_type": "simple",
-    }  # fmt: skip
+    return {"optimizer": "sgd", "sgd_momentum": momentum[0], "use_distributed_optimizer": False}
 
 
 def _goes_along(source: Source) -> bool:
@@ -341,6 +335,14 @@ class _InMegatron:
         placed = {"global_samples", *_ENGINE_VALUES}
         return sorted(key for key, value in self.source.state.other.items() if key not in placed and value is not None)
 
+    def strange_states(self) -> list[str]:
+        """States of an optimizer that Megatron does not have: it has Adam, Lion, SGD and Muon."""
+        return [state for state in self.source.states if state not in (*ADAMS, MOMENTUM)]
+
+    def strange_numbers(self) -> list[str]:
+        """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``."""
+        return sorted({key for group in self.source.state.groups for key in group.scalars} - {STEP})
+
     def muon(self) -> Values | None:
         """What DeepSpeed's Muon trains."""
         groups = _of_muon(self.source)
@@ -405,6 +407,10 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     CARRIED_FIELDS.of_part(lambda s: undeclared_fields(s.config, s.relation.architecture, s.options.ignore_fields)),
     Rule(Fate.LOST, "{doubt}", lambda s: [{"doubt": doubt} for doubt in doubts(s.args)]),
     *(rule.of_part(lambda s: s.dealt) for rule in OF_MEGATRON),
+    Rule(Fate.NOTE, "{states}: no optimizer of Megatron's keeps such states; they lie in its files, for the way back",
+         lambda s: {"states": ", ".join(found)} if (found := s.strange_states()) else None),
+    Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
+         lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
     Rule(Fate.LOST, "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
          lambda s: s.source.state.scheduler is not None and FormerFamily.of(s.source).scheduler(s.source.state.iteration) is None,
          [Item(Kind.SCHEDULER)]),

@@ -6,7 +6,7 @@ name, are not decayed, whatever their shapes are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Report
@@ -42,7 +42,8 @@ def dealt(
     if like:
         deal = [(list(group.params), group.fields) for group in like]
     elif own:
-        return tuple(replace(group, params=tuple(_in_order(group.params, order))) for group in own)
+        still = {spec.name for spec in source.model.params if not spec.trainable}  # given to the optimizer all the same
+        return tuple(replace(group, params=tuple(_in_order(group.params, order, still))) for group in own)
     else:
         decayed = [name for name in order if is_decayed(name)]
         deal = [(decayed, {}), ([name for name in order if name not in set(decayed)], {})]
@@ -54,9 +55,10 @@ def dealt(
     return made
 
 
-def _in_order(names: Sequence[str], order: Sequence[str]) -> list[str]:
+def _in_order(names: Sequence[str], order: Sequence[str], still: Collection[str]) -> Sequence[str]:
+    """Names in the module's order; where some of them are not in it, as they are."""
     wanted = set(names)
-    return [name for name in order if name in wanted]
+    return names if wanted.intersection(still) else [name for name in order if name in wanted]
 
 
 def _group(

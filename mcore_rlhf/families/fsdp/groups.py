@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.catalog import FLOAT32, Shape
+from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
-from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.families.source import ParamGroup, Source, note_frozen
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -51,19 +52,20 @@ class Collected:
 
         Raises:
             Unsupported: A group does not say what is in it.
+            Unportable: What is kept of a parameter is neither a state of its shape nor a number.
         """
         if self.own:
-            return self._dealt(order, notes)
+            return self._dealt(folder, order, notes)
         made = []
         for number, fields in enumerate(self._ordered()):
             names = _params(fields)
             if not isinstance(fields.get(PARAMS), list) or not all(isinstance(name, str) for name in names):
                 raise Unsupported(f"{folder}: param group {number} does not list its parameters by name: {names[:3]}")
             rest = {key: value for key, value in fields.items() if key != PARAMS}
-            made.append(self._group(number, rest, cast(list[str], names), notes))
+            made.append(self._group(folder, number, rest, cast(list[str], names), notes))
         return tuple(made)
 
-    def _dealt(self, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+    def _dealt(self, folder: ReadablePath, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
         """The flat style forgets groups: parameters with equal fields were in one, or might as well have been."""
         found: dict[str, tuple[dict[str, object], list[str]]] = {}
         for name in [name for name in order if name in self.own]:
@@ -73,18 +75,50 @@ class Collected:
             Fate.DERIVED,
             f"{len(found)} param groups: each is of parameters with the same settings, since the folder stores them per parameter",
         )
-        return tuple(self._group(n, fields, names, notes) for n, (fields, names) in enumerate(found.values()))
+        return tuple(self._group(folder, n, fields, names, notes) for n, (fields, names) in enumerate(found.values()))
 
-    def _group(self, number: int, fields: Mapping[str, object], names: Sequence[str], notes: Report) -> ParamGroup:
+    def _group(
+        self, folder: ReadablePath, number: int, fields: Mapping[str, object], names: Sequence[str], notes: Report
+    ) -> ParamGroup:
         scalars: dict[str, object] = {}
         for key in dict.fromkeys(key for name in names for key in self.scalars.get(name, {})):
-            held = {name: self.scalars[name][key] for name in names if key in self.scalars.get(name, {})}
+            of = {name: self.scalars[name][key] for name in names if key in self.scalars.get(name, {})}
+            held = {name: value for name, value in of.items() if value is not None}  # a momentum that has not begun
+            if not held:
+                continue
             first = next(iter(held))
+            if strange := [name for name, value in held.items() if not _is_number(value)]:
+                raise Unportable(
+                    f"{folder}: the optimizer keeps {key} of {strange[0]}, which is no number; only states with one value per element, "
+                    "and numbers, can be converted\n--no-optimizer takes the weights alone."
+                )
             apart = next((name for name, value in held.items() if _number(value) != _number(held[first])), None)
             scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
             if apart is not None:
                 notes.add(Fate.LOST, differing(number, key, first, held[first], apart, held[apart]))
         return ParamGroup({**fields, **scalars}, params=tuple(names), scalars=tuple(scalars))
+
+
+def without_frozen(source: Source) -> Source:
+    """A source whose optimizer trains what it has states of, and nothing else: one that is given all of a model has none of what is frozen.
+
+    Args:
+        source: A source under a module's names, where that counts as trained which is in a param group.
+    """
+    role, kept = source.role, [state for state in source.states if state != MASTER]
+    listed = dict.fromkeys(name for group in source.state.groups for name in group.params)
+    still = {n for n in listed if not any(TensorName(role, n, state) in source.catalog for state in kept)}
+    if not still or len(still) == len(listed):
+        return source
+    there, notes = source.catalog, source.notes.copy()
+    names = [name._replace(state=PARAM) if name.param in still else name for name in there.names]
+    note_frozen([name for name in listed if name in still], notes)
+    specs = (replace(spec, trainable=spec.trainable and spec.name not in still) for spec in source.model.params)
+    groups = (replace(group, params=tuple(n for n in group.params if n not in still)) for group in source.state.groups)
+    return replace(
+        source, model=source.model.having(specs), catalog=Chunks(there.tensors, names, there.numbers), notes=notes,
+        state=replace(source.state, groups=tuple(group for group in groups if group.params)),
+    )  # fmt: skip
 
 
 def differing(number: int, key: str, first: str, one: object, second: str, other: object) -> str:
@@ -93,6 +127,10 @@ def differing(number: int, key: str, first: str, one: object, second: str, other
         f"param group {number}: {first} is at {key} {_number(one):g}, {second} at {_number(other):g}; "
         "one for the group is kept, the largest"
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, SmallTensor) and value.numel() == 1)
 
 
 def _number(value: object) -> float:
@@ -122,7 +160,7 @@ def name_numbers(
         flat: Whether states are flattened, and only their number of elements tells.
 
     Raises:
-        Unportable: Several orders fit.
+        Unportable: Several orders fit; or there are as many groups as in no usual way, and nobody knows whether one would.
         Unsupported: None does; or the members of the groups are not numbers.
     """
     ordered = [collected.fields[number] for number in sorted(collected.fields)]
@@ -137,10 +175,11 @@ def name_numbers(
     known = {name: (prod(shape),) for name, shape in shapes.items()} if flat else shapes
     fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, known, states)) is not None]
     if len({tuple(sorted(named.items())) for _, named in fitting}) != 1 or not all(named for _, named in fitting):
-        raise (Unportable if fitting else Unsupported)(
+        raise (Unportable if fitting or not deals else Unsupported)(
             f"{folder}: the optimizer's state is numbered (0 to {len(numbers) - 1}), and neither the model's order nor the usual split "
             f"by weight decay says which of its {len(shapes)} tensors are meant: their shapes fit in no way, or in several\n"
-            "Save it again with torch.distributed.checkpoint.state_dict.get_state_dict, which has names."
+            "Say with --rules which are frozen (trainable: false); or save it again with "
+            "torch.distributed.checkpoint.state_dict.get_state_dict, which has names."
         )
     how, names = fitting[0]  # several ways of dealing may come to the same
     agree = "numbers of elements" if flat else "shapes"
@@ -179,15 +218,15 @@ def is_decayed(name: str) -> bool:
 def _named(
     groups: Sequence[Mapping[str, object]], deal: Sequence[Sequence[str]], shapes: Mapping[str, Shape], states: Mapping[str, Shape]
 ) -> dict[str, str] | None:  # fmt: skip
-    """Names of all numbers, where every group fits in one way; empty where one fits in several, None where one fits in none."""
+    """Names of all numbers, where every group fits in one way; None where one fits in none, else empty where one fits in several."""
     found: dict[str, str] = {}
+    ways = []
     for fields, candidates in zip(groups, deal, strict=True):
         numbers = [str(number) for number in _params(fields)]
-        ways, chosen = choices([shapes[name] for name in candidates], [states.get(number) for number in numbers])
-        if ways != 1:
-            return {} if ways else None
-        found |= {number: candidates[at] for number, at in zip(numbers, chosen, strict=True)}
-    return found
+        count, chosen = choices([shapes[name] for name in candidates], [states.get(number) for number in numbers])
+        ways.append(count)
+        found |= {number: candidates[at] for number, at in zip(numbers, chosen, strict=False)}
+    return None if 0 in ways else found if max(ways) == 1 else {}
 
 
 def choices(shapes: Sequence[Shape], wanted: Sequence[Shape | None]) -> tuple[int, list[int]]:
@@ -250,26 +289,27 @@ def completed(fields: Mapping[str, object], scalars: Sequence[str]) -> dict[str,
 
 
 def check_groups(source: Source) -> None:
-    """Every trained parameter is in one group.
+    """Every trained parameter is in one group; others may be, of a run that gave its optimizer all of a model.
 
     Args:
         source: A source under a module's names.
 
     Raises:
         Incomplete: Nobody knows the members of the param groups.
-        LayoutMismatch: A trained parameter is in none or several, or one is that is not trained.
+        LayoutMismatch: A trained parameter is in none or several, or one is that the model does not have.
     """
     problems = Problems()
     listed = [name for group in source.state.groups for name in group.params]
     trained = [spec.name for spec in source.model.params if spec.trainable]
+    still = {spec.name for spec in source.model.params if not spec.trainable}
     if not listed and trained:
         problems.add(
             Incomplete,
             f"{source.root}: does not say which parameters are in which param group",
             "--no-optimizer converts the weights alone.",
         )
-    elif sorted(listed) != sorted(trained):
-        some = ", ".join(sorted(set(listed) ^ set(trained))[:5]) or "some twice"
+    elif sorted(name for name in listed if name not in still) != sorted(trained):
+        some = ", ".join(sorted(set(listed) - still ^ set(trained))[:5]) or "some twice"
         problems.add(
             LayoutMismatch, f"{source.root}: the param groups do not hold the trained parameters exactly: {some}"
         )

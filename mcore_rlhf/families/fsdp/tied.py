@@ -28,7 +28,8 @@ def find_aliases(
 
     Args:
         shapes: Of the model's tensors, by name.
-        trained: Parameters that the optimizer has states of. Without any, the model's description tells whether they are tied.
+        trained: Parameters that the optimizer has states of. Of those that it has none of, the model's description tells whether they
+            are tied.
         config: That description, or empty.
         identity: What equal bytes have in common, for a tensor's name.
         notes: Told what was found.
@@ -38,7 +39,9 @@ def find_aliases(
     """
     if not trained and not _says_tied(config):
         return {}
-    owning = trained or {name for name in shapes if _EMBEDDING.search(name)}
+    embeddings, owning = {name for name in shapes if _EMBEDDING.search(name)}, {*trained}
+    if _says_tied(config) and not owning & {*embeddings, _HEAD}:  # frozen, with both of its names
+        owning |= embeddings
     owners: dict[Shape, list[str]] = {}
     for name in shapes:
         if name in owning:

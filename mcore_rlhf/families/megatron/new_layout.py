@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mcore_rlhf.core.catalog import DType, dtype_of
+from mcore_rlhf.core.catalog import EXP_AVG, MASTER, DType, dtype_of
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.module import config_in
 from mcore_rlhf.families.options import WriteOptions
@@ -16,7 +16,6 @@ from mcore_rlhf.models.huggingface.config import text_of
 from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments
-from .groups import by_sgd
 
 _DEFAULT_DIVISOR = 128  # Megatron's own default for --make-vocab-size-divisible-by
 
@@ -267,12 +266,13 @@ def optimizers(source: Source, args: Arguments, options: WriteOptions) -> tuple[
     if options.optimizer and source.optimizer is None:
         raise UsageError(f"--optimizer {options.optimizer}: the source has no optimizer state")
     old, wanted = source.optimizer, options.optimizer or source.optimizer
-    if wanted == DISTRIBUTED and by_sgd(args.values):
-        raise UsageError(
-            "--optimizer distributed: SGD trained it, and Megatron's distributed optimizer takes Adam and Lion alone\n"
-            "Leave it out."
-        )
     if args.has_matrix_optimizer and old is not None:
         old = LAYER_WISE if args.layer_wise else PLAIN
         wanted = {None: old, DISTRIBUTED: LAYER_WISE}.get(options.optimizer, options.optimizer)
+    if wanted == DISTRIBUTED != old and EXP_AVG not in source.states:
+        kept = ", ".join(state for state in source.states if state != MASTER) or "no states"
+        raise Unsupported(
+            f"--optimizer distributed: Megatron's distributed optimizer keeps moments of Adam, and the source has {kept}\n"
+            "Write --optimizer plain, or the weights alone with --no-optimizer."
+        )
     return old, wanted

@@ -187,13 +187,6 @@ def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, objec
     return state_dict_of(top.get(key), key, notes)
 
 
-def note_frozen(names: Sequence[str], notes: Report) -> None:
-    """Say which parameters the optimizer has no states for."""
-    if names:
-        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        notes.add(Fate.NOTE, f"{len(names)} parameters have no optimizer state and count as frozen: {some}")
-
-
 def note_scheduler(optimizer: str | None, scheduler: object, notes: Report) -> None:
     """Say where a run with an optimizer has no scheduler."""
     if optimizer is not None and scheduler is None:

@@ -309,7 +309,9 @@ class _DcpReader:
         return {state for state, same in alike if same} - {state for state, same in alike if not same}
 
     def _name_states(self) -> None:
-        shapes = {name: self._shape(key) for name, key in self.model_keys.items() if self._may_be_trained(key)}
+        said = self.options.rules.trainable
+        may = {name: key for name, key in self.model_keys.items() if said(name) is not False}
+        shapes = {name: self._shape(key) for name, key in may.items() if self._may_be_trained(key)}
         one = {number: self._shape(next(iter(keys.values()))) for number, keys in self.state_keys.items()}
         names = name_numbers(self.collected, shapes, one, self.opened.folder, self.notes)
         self.state_keys = {names[number]: keys for number, keys in self.state_keys.items() if number in names}

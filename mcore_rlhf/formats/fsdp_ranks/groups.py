@@ -32,9 +32,9 @@ def as_run_has(source: Source, manner: Manner, report: Report) -> tuple[ParamGro
         LayoutMismatch: The run has several, and another number of them than the source.
     """
     groups, wanted = source.state.groups, manner.groups
-    if manner.members is not None:
-        return _dealt(source, manner.members, wanted or (), report)
     count = 1 if wanted is None else len(wanted)
+    if manner.members is not None and (manner.items is not None or count > 1):
+        return _dealt(source, manner.members, wanted or (), report)
     if len(groups) == count:
         return tuple(_with(group, wanted[n] if wanted else {}) for n, group in enumerate(groups))
     if count > 1:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.families.fsdp.groups import PARAMS
+from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.order import units_of
 from mcore_rlhf.families.fsdp.state import SCHEDULER
 from mcore_rlhf.storage import reading
@@ -178,7 +179,7 @@ def like(folder: str, role: str) -> Manner:
     optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
     found = with_strategy(manner_of(model), root, model, optimizer)
     if optimizer:
-        found = replace(found, groups=_groups(optimizer[0]))
+        found = replace(found, groups=_groups(optimizer[0]), members=_members(model[0], optimizer[0]))
     scheduler = read_pt(root, listed[EXTRA][0]).tree.get(SCHEDULER) if listed[EXTRA] else None
     return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
 
@@ -226,6 +227,26 @@ def _groups(file: RankFile) -> tuple[Mapping[str, object], ...]:
     if not isinstance(groups, list) or not all(map(_is_dict, groups)):
         raise Unsupported(f"{file.directory.path}: is not the state dict of one of torch's optimizers")
     return tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
+
+
+def _members(model: RankFile, optimizer: RankFile) -> tuple[tuple[str, ...], ...] | None:
+    """Who is in each group of FSDP2's optimizer; None where its numbers do not say it."""
+    tree = model.tree if isinstance(model.tree, dict) else {}
+    shapes = {str(name): part.global_shape for name, part in tree.items() if isinstance(part, Local)}
+    held = {
+        number: next((v for v in of.values() if isinstance(v, Local)), None)
+        for number, of in _states(optimizer.tree).items()
+    }
+    states = {str(number): value.global_shape for number, value in held.items() if value is not None}
+    if not states:
+        return None
+    groups = optimizer.tree["param_groups"]
+    collected = Collected({number: dict(group) for number, group in enumerate(groups)})
+    try:
+        names = name_numbers(collected, shapes, states, optimizer.directory.path.parent, Report())
+    except Unsupported:
+        return None
+    return tuple(tuple(names[str(number)] for number in group[PARAMS]) for group in groups)
 
 
 def _is_dict(value: Any) -> bool:

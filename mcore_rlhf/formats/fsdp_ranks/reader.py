@@ -98,8 +98,8 @@ class _RanksReader:
         tensors = self._tensors([self._dictionary(file) for file in self.model])
         config = model_config(self.root) or (dict(self.sidecar.module.config) if self.sidecar is not None else {})
         states = self._states(tensors, config)
-        groups = self.collected.groups(self.root, list(tensors), self.notes) if states else ()
-        groups = tuple(self._trained(group, states) for group in groups)
+        listed = self.collected.groups(self.root, list(tensors), self.notes) if states else ()
+        groups = tuple(self._trained(group, states) for group in listed)
         members = {name for group in groups for name in group.params}
         aliases = self._aliases(tensors, states, config)
         entries: dict[TensorName, TensorEntry] = {}
@@ -129,19 +129,19 @@ class _RanksReader:
             states=tuple(sorted(found, key=lambda state: state != MASTER)),
             optimizer=NAME if states else None,
             notes=self.notes,
-            family=self._family(ModuleState("", tuple(tensors), tuple(buffers), aliases, config=config)),
+            family=self._family(ModuleState("", tuple(tensors), tuple(buffers), aliases, config=config), listed),
             unplaced=self.unplaced.names,
             origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
-    def _family(self, own: ModuleState) -> RanksState:
+    def _family(self, own: ModuleState, groups: Sequence[ParamGroup]) -> RanksState:
         """What lies beside says more of the model than the files do."""
         known = self.sidecar.module if self.sidecar is not None else own
         shared = {item.name: getattr(known, item.name) for item in fields(ModuleState)}
         shared |= {"order": own.order, "buffers": own.buffers, "shared": own.shared, "config": own.config}
-        return RanksState(**shared, manner=self._manner(), random=tuple(self.random))
+        return RanksState(**shared, manner=self._manner(groups), random=tuple(self.random))
 
-    def _manner(self) -> Manner | None:
+    def _manner(self, listed: Sequence[ParamGroup]) -> Manner | None:
         try:
             found = with_strategy(manner_of(self.model), self.root, self.model, self.optim)
         except Unsupported:  # what is read and not written
@@ -150,7 +150,7 @@ class _RanksReader:
             found = with_items(found, self.model[0], self.optim[:1], self.extra)
         groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
         fields = tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
-        return replace(found, groups=fields or None)
+        return replace(found, groups=fields or None, members=tuple(group.params for group in listed) or None)
 
     def _trained(self, group: ParamGroup, states: Mapping[str, object]) -> ParamGroup:
         """A group without what is in it and frozen, as what lies beside says."""
@@ -235,7 +235,9 @@ class _RanksReader:
                 self.collected.scalars.setdefault(str(number), {})[key] = one
         self._compare_groups(ranks)
         self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
-        shapes = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
+        said = self.options.rules.trainable
+        may = {name: parts for name, parts in tensors.items() if said(name) is not False}
+        shapes = {name: parts[0].global_shape for name, parts in may.items() if self._is_cut(parts)}
         if named := self._named():
             return self._named_states(found, named, tensors)
         if any(

@@ -347,14 +347,17 @@ class _Ranks:
         return file.layout(self._optimizer(state, [len(group) for group in self._members()]))
 
     def _members(self) -> list[list[str]]:
-        """The parameters of every group in the module's order; those that are not trained stand with the others, as in ``parameters()``."""
+        """The parameters of every group in the module's order; those that are not trained stand where the run has them, and with all
+        others, as in ``parameters()``, where nobody said.
+        """
         if self.manner.says_names:
             return [list(group.params) for group in self.groups]
         place, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
         where = {name: number for number, group in enumerate(self.groups) for name in group.params}
         found: list[list[str]] = [[] for _ in self.groups]
+        listed = None if self.manner.members is None else {name for names in self.manner.members for name in names}
         for name in place:
-            if name in where or len(self.groups) == 1:
+            if name in where or (len(self.groups) == 1 and (listed is None or name in listed)):
                 found[where.get(name, 0)].append(name)
         return found
 

@@ -4,7 +4,7 @@ there are and who is in which, the learning rates from which its schedule starts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Report
@@ -54,13 +54,16 @@ class Like:
     pickled: bool = False
 
     @classmethod
-    def read(cls, folder: ReadablePath | None, files: RunFiles, order: list[str], shapes: Mapping[str, Shape]) -> Like:
+    def read(
+        cls, folder: ReadablePath | None, files: RunFiles, orders: Sequence[list[str]], shapes: Mapping[str, Shape]
+    ) -> Like:
         """Read one.
 
         Args:
             folder: The folder that the user gave, or None.
             files: What its files are called.
-            order: The target's parameters, as the module has them.
+            orders: The parameters that the run may have given its optimizer, as the module has them: those of the target that are
+                trained, as the Trainer does, or all.
             shapes: Of these.
 
         Raises:
@@ -76,6 +79,7 @@ class Like:
         groups: tuple[ParamGroup, ...] = ()
         if not is_sharded(folder):
             optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
+            order = next((one for one in orders if optimizer.count <= len(one)), orders[-1])
             optimizer.name(order, shapes, notes)
             groups = optimizer.groups(order, notes)
         scheduler = read_pt(folder, files.scheduler) if (folder / files.scheduler).is_file() else None

@@ -171,7 +171,7 @@ class _RunReader:
     def _named(self, optimizer: OptimizerFile, weights: Source) -> list[str]:
         """The parameters in the module's order, with the optimizer's numbers named."""
         try:
-            order = trainable_order(weights.family.config, weights.model, weights.family.buffers)
+            order = trainable_order(weights.family.config, weights.model, self._frozen(weights))
         except Unsupported as error:
             first, _, rest = str(error).partition("\n")
             raise Unsupported(
@@ -180,6 +180,11 @@ class _RunReader:
             ) from None
         optimizer.name(order, weights.model.shapes, self.notes)
         return order
+
+    def _frozen(self, weights: Source) -> set[str]:
+        """What cannot be in the optimizer: buffers, and what the user says."""
+        said = self.options.rules.trainable
+        return {*weights.family.buffers, *(spec.name for spec in weights.model.params if said(spec.name) is False)}
 
     def _joined(
         self, weights: Source, optimizer: OptimizerFile, order: list[str], groups: tuple[ParamGroup, ...], sidecar: Sidecar | None

@@ -70,12 +70,11 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
             base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
     else:
         base = _alone(source, module, config, options, weights[adapted])
-    order = (
-        trainable_order(config, source.model, _still(source, module)) if optimizer or options.like is not None else []
-    )
-    like = Like.read(
-        None if options.like is None else Path(options.like).expanduser(), files, order, source.model.shapes
-    )
+    asked = optimizer or options.like is not None
+    whole = trainable_order(config, source.model, module.buffers) if asked else []
+    order = [name for name in whole if name not in _still(source, module)]
+    given = None if options.like is None else Path(options.like).expanduser()
+    like = Like.read(given, files, (order, whole), source.model.shapes)
     return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()
 
 

@@ -108,7 +108,8 @@ def read_optimizer(
     usual = [state for state in ADAMS if state in found]
     reading.states = (*usual, *sorted(found - set(usual)))
     with_state = {name for _, _, name in reading.places}
-    reading.frozen = frozenset(trained - with_state)
+    if with_state:  # SGD without momentum trains all, and keeps nothing of any
+        reading.frozen = frozenset(trained - with_state)
     return reading
 
 
@@ -217,7 +218,7 @@ def _read_flat(
             return buffers(candidates, member, run.args, run.parallel, shard.at, numel)  # type: ignore[return-value]
 
         places = flat_states(content, shard.distrib.file, owned, stored, layout)  # type: ignore[arg-type]
-        if len(groups) == len(chained):
+        if len(groups) == len(chained):  # frozen parameters are in no buffer, and need none
             trained = ((param.name, len(param.shape)) for param in owned if (param.vpp_rank, param.name) in places)
             Membership(run.args, run.rules).require(shard.pt.file, trained, groups[number], apart)
         reading.places.update(((shard.at.folder, *key), states) for key, states in places.items())

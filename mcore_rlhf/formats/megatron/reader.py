@@ -34,12 +34,11 @@ from mcore_rlhf.families.megatron.state import (
     RNG_KEYS,
     SCHEDULER_KEYS,
     MegatronState,
-    note_frozen,
     note_scheduler,
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order

@@ -291,7 +291,7 @@ class TreeMaker:
         for group, params in zip(groups, dealt, strict=True):
             indices = list(range(len(states), len(states) + len(params)))
             for index, param in zip(indices, params, strict=True):
-                places = self.rank.states[param.vpp_rank, param.name]
+                places = self.rank.states.get((param.vpp_rank, param.name), {})  # SGD without momentum keeps nothing
                 states[index] = {**self.scalars, **{name: place for name, place in places.items() if name != MASTER}}
             fields = {key: value for key, value in group.fields.items() if indices or key != _STEP}
             stored_groups.append({**fields, "params": indices})

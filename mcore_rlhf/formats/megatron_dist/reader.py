@@ -27,13 +27,12 @@ from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     SCHEDULER_KEYS,
-    note_frozen,
     note_scheduler,
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState, note_frozen
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,11 +16,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert, prepare
-from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    Unportable,
+    Unsupported,
+    Untrusted,
+    UsageError,
+)
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Settings
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "transformers"
@@ -61,6 +74,14 @@ def _one_group(tree: Any) -> None:
     first.append(second.pop(0))
 
 
+def _more_groups(tree: Any) -> None:
+    """As a run deals them whose layers learn at rates of their own."""
+    for group in list(tree["param_groups"]):
+        half = len(group["params"]) // 2
+        tree["param_groups"].append({**group, "lr": 1e-3, "params": group["params"][half:]})
+        group["params"] = group["params"][:half]
+
+
 def _other_shape(tree: Any) -> None:
     tree["state"][0]["exp_avg_sq"] = torch.zeros(3, 5)
 
@@ -68,6 +89,13 @@ def _other_shape(tree: Any) -> None:
 def _factored(tree: Any) -> None:
     for states in tree["state"].values():
         states["exp_avg_sq_row"] = states.pop("exp_avg_sq").sum(-1)
+
+
+def _wrapped(tree: Any) -> None:
+    """As bitsandbytes 0.50.2 keeps moments, of 8 bits or 32, so that FSDP lets them be (``optim/optimizer.py``, ``state_dict``)."""
+    for number, of in tree["state"].items():
+        kept = {"state1": of["exp_avg"], "state2": of["exp_avg_sq"]}
+        tree["state"][number] = {"step": 2, "__bnb_optimizer_quant_state__": kept}
 
 
 def _huge(tree: Any) -> None:
@@ -89,8 +117,10 @@ def _no_groups(tree: Any) -> None:
         (_twice, LayoutMismatch, "number 0 is in param groups twice"),
         (_of_nobody, LayoutMismatch, "has states of number 999, which is in no param group"),
         (_one_group, Unsupported, "their shapes fit in no way, or in several"),
+        (_more_groups, Unportable, "their shapes fit in no way, or in several"),  # the run itself goes on with it
         (_other_shape, CheckpointError, r"shape"),
         (_factored, Unsupported, "only states with one value per element"),
+        (_wrapped, Unportable, "keeps __bnb_optimizer_quant_state__ of model.embed_tokens.weight, which is no number"),
         (_huge, CheckpointError, "shape"),
         (_texts, Unsupported, "does not list its parameters by number"),
         (_no_groups, Unsupported, "is not the state dict of one of torch's optimizers"),
@@ -108,6 +138,56 @@ def test_a_forged_optimizer_is_refused_and_the_weights_can_be_had(
         convert(folder, tmp_path / "out", options())
     assert not (tmp_path / "out").exists()
     assert convert(folder, tmp_path / "weights", options(no_optimizer=True)).seen is not None
+
+
+def test_what_no_optimizer_of_megatrons_keeps_is_said_and_never_put_where_it_cannot_be(
+    folder: Path, tmp_path: Path
+) -> None:
+    """NAdam's product of momenta; and SGD's momentum, of which Megatron's distributed optimizer has none."""
+
+    def sgd(tree: Any) -> None:
+        for number, of in tree["state"].items():
+            tree["state"][number] = {"momentum_buffer": of["exp_avg"]}
+
+    edit(folder / "optimizer.pt", lambda tree: [of.update(mu_product=torch.ones(())) for of in tree["state"].values()])
+    assert any(text.startswith("mu_product: ") for text in convert(folder, tmp_path / "nadam", options()).account.lost)
+    edit(folder / "optimizer.pt", sgd)
+    with pytest.raises(Unsupported, match="keeps moments of Adam, and the source has momentum_buffer"):
+        convert(folder, tmp_path / "sgd", options(optimizer="distributed"))
+
+
+class OptimState8bit(torch.Tensor):
+    """torchao's, as far as a file shows it (0.18.0, ``optim/subclass_8bit.py``)."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> OptimState8bit:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        assert isinstance(made, OptimState8bit)
+        made.codes = codes
+        return made
+
+    __torch_dispatch__ = None  # type: ignore[assignment]  # nothing computes with it
+
+
+def test_moments_of_eight_bits_are_not_understood_and_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "torchao.optim.subclass_8bit"
+    module = ModuleType(name)
+    module.OptimState8bit = OptimState8bit  # type: ignore[attr-defined]
+    for known in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, known, ModuleType(known))
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(OptimState8bit, "__module__", name)
+    edit(folder / "optimizer.pt", lambda tree: tree["state"][0].update(exp_avg=OptimState8bit(torch.zeros(48, 16))))
+    with pytest.raises(
+        Unportable, match=r"exp_avg is a tensor of the class torchao\.optim\.subclass_8bit\.OptimState8bit"
+    ):
+        open_checkpoint(folder, ReadOptions())
+    assert verify(folder, ReadOptions()).intact
+    assert forecast(folder, loader_named("transformers")[0], Settings()).resumes
 
 
 def test_an_optimizer_of_another_model_is_refused(folder: Path) -> None:
