@@ -22,6 +22,7 @@ from mcore_rlhf.families.trainer_files import ROWS, RunFiles
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
@@ -278,11 +279,12 @@ def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
     if step is None or not step.trainer.of_each_rank:
         return False
     found.ranks = opened.parallel.dp
-    names = [step.trainer.data_file(rank) for rank in range(found.ranks)]
-    names = [name for name in names if (opened.root / name).is_file()]
+    there = {*names_in(opened.root)}
+    names = {rank: name for rank in range(found.ranks) if (name := step.trainer.data_file(rank)) in there}
+    listed = ", ".join(names.values())
     files, wrong = dict[str, PtFile](), ""
     try:
-        for name in names:
+        for name in names.values():
             files[name] = read_pt(opened.root, name)
             found.data = files[name].materialize(files[name].tree)
             wrong = wrong or _unfit(found.data, [opened.state.iteration], opened.state.iteration)
@@ -291,14 +293,11 @@ def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
     if trainer.data or wrong or found.ranks != 1:
         found.data = None
     if wrong:
-        found.report.add(Fate.LOST, f"{', '.join(names)}: {wrong}; {trainer.title} begins its data anew")
+        found.report.add(Fate.LOST, f"{listed}: {wrong}; {trainer.title} begins its data anew")
     elif names:
         if trainer.data:
-            found.files |= {
-                trainer.data_file(rank) if trainer.of_each_rank else trainer.data: name
-                for rank, name in enumerate(names)
-            }
-        found.goes_on(f"{', '.join(names)}, {_as_what(trainer)}")
+            found.files |= {trainer.data_file(rank): name for rank, name in names.items()}
+        found.goes_on(f"{listed}, {_as_what(trainer)}")
         _count_as_opened(opened, files)
     return True
 
@@ -329,7 +328,7 @@ def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
         found.report.add(Fate.KEPT, f"{text}: for the same data in the same order", *about)
         return
     for kept in (found.files, found.texts):
-        for rank in range(max(found.ranks, wanted)):
+        for rank in range(found.ranks):
             kept.pop(trainer.data_file(rank), None)
     shares = f"counts the shares of {found.ranks} data-parallel ranks, and {trainer.title} has {wanted} there"
     found.report.add(Fate.LOST, f"{text}: {shares}; its data begin anew", *about)

@@ -190,10 +190,9 @@ _IN_HANDLER = "utils/checkpoint/checkpoint_handler.py:{}"
 
 def _data_lacks(seen: Seen) -> object:
     """Data-parallel ranks that load have no file: ``{file}`` and ``{ranks}``."""
-    world = min(_world(seen), MOST_RANKS)
-    dp = seen.held.dp if verl_megatron.ON_MEGATRON(seen) else world // (seen.settings.number(_SEQUENCE) or 1)
+    dp = seen.held.dp if verl_megatron.ON_MEGATRON(seen) else _world(seen) // (seen.settings.number(_SEQUENCE) or 1)
     there = seen.ranks(TUNING.data)
-    gone = [rank for rank in range(dp) if rank not in there]
+    gone = [rank for rank in range(min(dp, MOST_RANKS)) if rank not in there]
     return gone and {"file": TUNING.data_file(gone[0]), "ranks": f"{len(gone)} of {dp}"}
 
 
