@@ -411,7 +411,7 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
          lambda s: {"states": ", ".join(found)} if (found := s.strange_states()) else None),
     Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
          lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
-    Rule(Fate.LOST, "lr_scheduler: DeepSpeed's knows only its step; Megatron will want --override-opt-param-scheduler",
+    Rule(Fate.LOST, "lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler",
          lambda s: s.source.state.scheduler is not None and FormerFamily.of(s.source).scheduler(s.source.state.iteration) is None,
          [Item(Kind.SCHEDULER)]),
     *(rule.of_part(lambda s: s.places) for rule in OF_PLACES),
