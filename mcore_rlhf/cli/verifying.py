@@ -14,7 +14,7 @@ from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
-from mcore_rlhf.manager.runs import unmet
+from mcore_rlhf.manager.runs import unmet, without_data
 from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -78,8 +78,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     """Verify every file of a step's manifest, open every file beside the models, then verify every model.
 
     Keys of a lone checkpoint: see :func:`verify_facts`. Of a step those of :func:`~.describe.step_facts`; ``intact``; ``depth``;
-    ``problems`` of the manifest's files and of those beside the models; ``models`` by role; ``intact`` is null of one that
-    cannot be read.
+    ``missing`` (texts: files that its trainer writes beside the models, and does without); ``problems`` of the manifest's files and of
+    those beside the models; ``models`` by role; ``intact`` is null of one that cannot be read.
 
     Raises:
         Unreadable: All that is wrong with files of the manifest, or beside the models, is that they cannot be read.
@@ -92,10 +92,14 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     models = of_each(
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
     )
+    missing = [] if subject.manifest else without_data(subject.folder)
     if subject.alone:
-        return next(iter(models.values()))
+        (verdict,) = models.values()
+        return {**verdict, "missing": [*verdict["missing"], *missing]}
     intact = not problems and all(verdict["intact"] for verdict in models.values())
-    return {**step_facts(subject), "intact": intact, "depth": depth.value, "problems": problems, "models": models}
+    return {
+        **step_facts(subject), "intact": intact, "depth": depth.value, "missing": missing, "problems": problems, "models": models,
+    }  # fmt: skip
 
 
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
@@ -176,6 +180,8 @@ def _print_step(facts: Facts) -> None:
     say(f"{facts['path']}: step {facts['step']}, {word}")
     problems = count(len(facts["problems"]), "problem") if facts["problems"] else "no problem"
     say(f"  files  {_looked_at(facts)}: {problems}")
+    for text in facts["missing"]:
+        say(f"    missing  {text}")
     print_problems(facts["problems"])
     for role, verdict in facts["models"].items():
         if "error" in verdict:

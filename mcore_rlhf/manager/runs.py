@@ -352,6 +352,21 @@ def unmet(folder: ReadablePath) -> list[Problem]:
     return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
 
 
+def without_data(folder: ReadablePath) -> list[str]:
+    """The file that says how far the data are, where a step's trainer writes one and it is not there: the step is whole, and yet less.
+
+    Args:
+        folder: Any path.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    found = step_at(folder)
+    if found is None or not found.trainer.data or is_there(folder / found.trainer.data_file()):
+        return []
+    return [f"{found.trainer.data_file()}: without it {found.trainer.title} begins its data anew"]
+
+
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:
     for name in names_in(root) if trainer.aside else ():
         number = trainer.step_aside(name)
