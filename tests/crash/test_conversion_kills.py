@@ -1,6 +1,7 @@
 """A conversion is killed after each of its operations on the disk, also in the middle of a write: there is a whole target, or none.
 
-The next conversion ends what was begun. The one thing that stays is an empty lock file, where nothing but that had been made.
+The next conversion ends what was begun. The one thing that stays is a lock file with less than its host's name, where nothing but that had
+been made.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ def killed_everywhere(folder: Path, chosen: Sequence[float], *, overwrite: bool)
         assert (out / "state.pt").read_bytes() == wanted, at
         assert verify(out, ReadOptions()).intact
         left = {name: content for name, content in tree(crash).items() if name.startswith(".")}
-        assert not any(left.values()), (at, list(left))
         assert len(left) <= (at == 1), (at, list(left))
     return looked
 

@@ -113,9 +113,8 @@ def test_experts_with_a_rate_of_their_own_keep_their_group(tmp_path: Path) -> No
     assert own.params
     assert all(".experts." in name for name in own.params)
     back = crossed(seen, format_named("megatron"), WriteOptions())
-    assert [(g.expert, g.fields["is_expert_parallel"], g.fields["lr"]) for g in back.state.groups] == [
-        (False, False, 0.001), (False, False, 0.001), (True, True, 0.5),
-    ]  # fmt: skip
+    found = [(g.expert, g.fields["is_expert_parallel"], g.fields["lr"]) for g in back.state.groups]
+    assert sorted(found) == [(False, False, 0.001), (False, False, 0.001), (True, True, 0.5)]
     with pytest.raises(Lossy, match="lr"):
         [
             LocalFolder(tmp_path).writer(file.path, file.layout().container.layout(file.path))
