@@ -199,9 +199,8 @@ def as_megatron(
             found.setdefault(key, {}).setdefault(number, name)
     problems = Problems()
     plain = [_plain(group, has_variance=EXP_AVG_SQ in source.states) for group in groups]
-    chained = sorted(
-        found, key=lambda key: (not key[2], key[1] != 1)
-    )  # Muon is the first of its chain; inside, its defaults
+    # Muon is the first of Megatron's chain, and in each optimizer what has its defaults
+    chained = sorted(found, key=lambda key: (not key[2], key[1] != 1))
     made = {key: _merged(plain, key, found[key], problems) for key in chained}
     _check_muon(groups, found, problems)
     problems.raise_if_any()

@@ -72,7 +72,8 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
         base = _alone(source, module, config, options, weights[adapted])
     asked = optimizer or options.like is not None
     whole = trainable_order(config, source.model, module.buffers) if asked else []
-    order = [name for name in whole if name not in _still(source, module)]
+    still = _still(source, module)
+    order = [name for name in whole if name not in still]
     given = None if options.like is None else Path(options.like).expanduser()
     like = Like.read(given, files, (order, whole), source.model.shapes)
     return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()

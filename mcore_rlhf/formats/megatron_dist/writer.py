@@ -391,10 +391,8 @@ class Contents:
             offset = box.offset if not start else (box.offset[0] - start, *box.offset[1:])
             ones, at, cell = (1,) * len(home.index), home.turned(offset), home.turned(box.shape)
             if self._flattened(part.state):
-                at, cell = (
-                    (*(o // max(n, 1) for o, n in zip(at, cell, strict=True)), 0),
-                    (*(1,) * len(cell), prod(cell)),
-                )
+                at = (*(o // max(n, 1) for o, n in zip(at, cell, strict=True)), 0)
+                cell = (*(1,) * len(cell), prod(cell))
             yield TensorItem(self.fqn(home, part), part.dtype, (*home.index, *at), (*ones, *cell))
 
     def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
