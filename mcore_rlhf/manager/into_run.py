@@ -139,8 +139,10 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     role = name or next(iter(trainer.roles))
     if trainer.place_of(role) is None:
         raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
-    opened = open_checkpoint(folder, replace(source.options, optimizer=False))
-    return replace(source, models={role: folder}, step=opened.state.iteration)
+    step = open_checkpoint(folder, replace(source.options, optimizer=False)).state.iteration
+    if not step:  # where nothing else says it, the optimizer counts the steps
+        step = open_checkpoint(folder, source.options).state.iteration
+    return replace(source, models={role: folder}, step=step)
 
 
 def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside:

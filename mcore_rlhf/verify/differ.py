@@ -228,9 +228,10 @@ class Differ:
             self._differs("scheduler", f"{a.scheduler} and {b.scheduler}")
         for expert in (False, True):
             of_a, of_b = ([group.fields for group in s.groups if group.expert == expert] for s in (a, b))
+            says_start = all(_START in fields for fields in (*of_a, *of_b))
             if expert and not (of_a and of_b):
                 continue  # where experts are not dealt over ranks, they are in the others' groups
-            if not same(_distinct(of_a), _distinct(of_b)):
+            if not same(_distinct(of_a, says_start), _distinct(of_b, says_start)):
                 whose = "experts' " if expert else ""
                 self._differs(f"{whose}param_groups", f"the optimizer's {whose}param groups are not the same")
         for counter in _COUNTERS:
@@ -310,6 +311,8 @@ def _entry(source: Source, name: TensorName) -> TensorEntry | None:
 
 
 _COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+_START = "initial_lr"
+"""What torch's schedulers add to a group: the schedule says it as well, and not every format keeps it in both."""
 _COMPARED = {Item(Kind.VALUE, "iteration"), *(Item(Kind.ARGUMENT, counter) for counter in _COUNTERS)}
 _WORDS = {
     Kind.RNG: "RNG states", Kind.SCALER: "loss scaler", Kind.ARGUMENT: "arguments", Kind.CONFIG: "configuration",
@@ -346,7 +349,10 @@ def _read(value: object, where: SourceBytes) -> object:
     return map_tensors(value, content)
 
 
-def _distinct(groups: Iterable[Mapping[str, object]]) -> list[object]:
+def _distinct(groups: Iterable[Mapping[str, object]], says_start: bool) -> list[object]:
     """What groups say, in one order: two that say the same are one, as trainers deal them."""
-    said = {repr(one): one for one in (sorted(fields.items()) for fields in groups)}
+    said: dict[str, object] = {}
+    for fields in groups:
+        one = sorted((key, value) for key, value in fields.items() if says_start or key != _START)
+        said[repr(one)] = one
     return [said[key] for key in sorted(said)]

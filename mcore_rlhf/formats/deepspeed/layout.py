@@ -161,7 +161,13 @@ def _refuse_stage(source: Source, family: ModuleState, stage: int, tp: int, opti
         )
     if pp > 1 and stage == 0 and optimizer:
         raise Unsupported("stage 0 with pipeline parallelism is not supported\nGive --zero-stage 1.")
-    if tp * pp > 1 and DeepSpeedState.of(source) is None:
+    native = DeepSpeedState.of(source) is not None
+    if family.pipeline and not native:
+        raise Unsupported(
+            f"from {source.format}: the model is a PipelineModule, whose native files can only be made of native ones\n"
+            "Convert it --to universal, which DeepSpeed itself loads into a PipelineModule."
+        )
+    if tp * pp > 1 and not native:
         raise Unsupported(
             f"from {source.format} with {source.parallel}: native files of a model-parallel run can only be made of native ones\n"
             "DeepSpeed itself loads a universal checkpoint into any model-parallel layout; --tp 1 puts tensors together."

@@ -190,6 +190,13 @@ def test_what_deepspeed_has_no_files_for_is_refused(
         FORMAT.target(opened(name), WriteOptions(**write))  # type: ignore[arg-type]
 
 
+def test_a_pipeline_modules_layer_files_are_made_of_native_ones_alone(tmp_path: Path) -> None:
+    source = tag("pp2_z1_fp32_dp2").parent
+    convert(source, tmp_path / "torch", ConvertOptions(to="torch", fsync=False))
+    with pytest.raises(Unsupported, match=r"a PipelineModule.*\n.*--to universal"):
+        convert(tmp_path / "torch", tmp_path / "back", _to_deepspeed(dp=2))
+
+
 def test_other_families_are_refused() -> None:
     from tests.helpers.conversions import GOLDENS
 

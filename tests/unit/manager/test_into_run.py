@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from mcore_rlhf.convert import convert
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
 from mcore_rlhf.families.job_options import PartNumber
@@ -324,6 +325,21 @@ def test_a_lone_checkpoint_becomes_a_step_of_one_role(tmp_path: Path) -> None:
     assert (tmp_path / "critic" / "_critic" / "latest").is_file()
     with pytest.raises(UsageError, match=r"--role reward: OpenRLHF has models of the roles actor, critic"):
         into(lone, tmp_path / "no", "openrlhf", role="reward")
+
+
+def test_a_step_that_only_the_optimizer_counts_gives_the_folder_its_number(tmp_path: Path) -> None:
+    source = GOLDENS / "megatron" / "tp2pp2dp2_fp32_do"
+    convert(source, tmp_path / "state", ConvertOptions(to="hf-accelerate", fsync=False))
+    into(tmp_path / "state", tmp_path / "run", "transformers")
+    assert [step.step for step in listed_steps(tmp_path / "run")] == [2]
+    assert open_checkpoint(tmp_path / "run" / "checkpoint-2", ReadOptions()).state.iteration == 2
+
+
+def test_the_schedules_start_that_one_of_two_does_not_say_is_no_difference(tmp_path: Path) -> None:
+    source = GOLDENS / "deepspeed" / "z1_bf16acc32_untied_dp2"
+    into(source, tmp_path / "rlinf", "rlinf")
+    into(tmp_path / "rlinf", tmp_path / "verl", "verl-sft")
+    equal(tmp_path / "rlinf" / "global_step_3" / "actor", tmp_path / "verl" / "global_step_3")
 
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
