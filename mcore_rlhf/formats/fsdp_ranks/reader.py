@@ -28,7 +28,7 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, 
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.order import Unit, ordered
-from mcore_rlhf.families.fsdp.state import EPOCH, RNG, SCHEDULER, iteration_of
+from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, is_of_one, iteration_of
 from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
@@ -459,7 +459,7 @@ class _RanksReader:
         if not self.random or not same(known.other.get(RNG), self.random[0]):
             self.random = []
         merged = bool(known.groups and groups)
-        waits = merged or (known.scheduler is not None and EPOCH not in known.scheduler)
+        waits = merged or (known.scheduler is not None and not is_of_one(known.scheduler))
         more = {key: value for key, value in other.items() if key != RNG}
         return replace(
             known,

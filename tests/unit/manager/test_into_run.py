@@ -342,6 +342,11 @@ def test_the_schedules_start_that_one_of_two_does_not_say_is_no_difference(tmp_p
     equal(tmp_path / "rlinf" / "global_step_3" / "actor", tmp_path / "verl" / "global_step_3")
 
 
+def test_a_schedule_of_several_waits_beside_the_one_that_verl_is_given(tmp_path: Path) -> None:
+    into(NEMO, tmp_path / "verl", "verl")
+    equal(NEMO / "step_3" / "policy", tmp_path / "verl" / "global_step_3" / "actor")
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(
         Unsupported, match=r"--to megatron-lm: runs of Megatron-LM are read, and not written as a whole"
