@@ -149,7 +149,7 @@ class Watched(transformers.Trainer):
 
 _COUNTED = (
     "global_step", "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
-    "num_input_tokens_seen", "stateful_callbacks",
+    "num_input_tokens_seen", "stateful_callbacks", "logging_steps", "eval_steps", "save_steps",
 )  # fmt: skip
 _FIRST: list[list[list[int]]] = []
 
@@ -343,7 +343,13 @@ def _measured(step: Path) -> Path:
     """A step of a run that had a best one, counted words, and had callbacks that remember."""
     file = step / "trainer_state.json"
     state = json.loads(file.read_text())
-    state |= {"best_metric": 0.5, "best_global_step": 1, "best_model_checkpoint": str(step), "num_input_tokens_seen": 7}
+    state |= {
+        "best_metric": 0.5,
+        "best_global_step": 1,
+        "best_model_checkpoint": str(step),
+        "num_input_tokens_seen": 7,
+        "eval_steps": 3,
+    }
     file.write_text(json.dumps(state))
     return step
 

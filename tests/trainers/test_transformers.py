@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.errors import Unportable
@@ -23,7 +24,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.spec import Rule, Rules
 from tests.helpers.catalog_values import tensor_of
-from tests.trainers.hf_runs import HALF, MOE, Seen, accelerated, adapted, model, train
+from tests.trainers.hf_runs import HALF, MOE, STEPS, Seen, accelerated, adapted, model, train
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
 TRAINER, ACCELERATE, ADAPTER = (
@@ -113,6 +114,23 @@ def test_trainer_goes_on_after_megatron(name: str, like: bool, tmp_path: Path) -
     assert {key: kept[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")} == {
         key: was[key] for key in ("global_step", "epoch", "max_steps", "num_train_epochs")
     }
+
+
+def test_trainer_goes_on_where_nobody_says_how_its_run_is(tmp_path: Path) -> None:
+    """It divides ``train_batch_size`` out of ``trainer_state.json``, which stopped it where there was none."""
+    train(model(1), tmp_path / "run")
+    saved = tmp_path / "run" / f"checkpoint-{HALF}"
+    to(saved, tmp_path / "megatron", "megatron", tp=2)
+    forget(tmp_path / "megatron")
+    back = tmp_path / "back" / f"checkpoint-{HALF}"
+    job = to(tmp_path / "megatron", back, "hf-trainer", reference_config=str(saved))
+    (said,) = [line for _, line in job.report.lines if line.startswith("trainer_state.json: ")]
+    assert "train_batch_size 8" in said
+    assert "every 500 steps" in said
+    assert train(model(9), tmp_path / "again", back) == [], "it logs as its own default is"
+    first, second = (load_file(tmp_path / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in ("run", "again"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def frozen(trained: Any, parts: tuple[str, ...]) -> Any:

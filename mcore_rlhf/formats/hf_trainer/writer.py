@@ -259,12 +259,17 @@ class _RunTarget:
         return dict(own) if isinstance(own, dict) and own.get(GLOBAL_STEP) == self.source.state.iteration else None
 
     def _counters(self) -> dict[str, str | bytes]:
-        """The Trainer's counters: the source's, those of ``--like``, or the step alone."""
+        """The Trainer's counters: the source's, those of ``--like``, or the step and what the Trainer cannot do without."""
         if not self.files.counters:
             return {}
         own = self.own_counters()
-        counters = self.like.counters_at(self.source.state.iteration) if own is None else own
+        counters = {_BATCH: self.batch(), **self.like.counters_at(self.source.state.iteration)} if own is None else own
         return {self.files.counters: json.dumps(counters, indent=2, sort_keys=True) + "\n"}
+
+    def batch(self) -> int:
+        """Samples that a rank takes at a time: as the source's run did, or else as the Trainer's own default says."""
+        found = self.source.state.args.get("train_micro_batch_size_per_gpu")
+        return found if isinstance(found, int) and found > 0 else _DEFAULT_BATCH
 
     def _sidecar(self) -> Sidecar:
         """Everything that the files have no place for; weights are the fp32 masters where there are any."""
@@ -305,6 +310,11 @@ def _of_each(target: _RunTarget) -> list[Item]:
     return [rng_item(rank) for rank in range(len(target.kept_rng))]
 
 
+_BATCH, _DEFAULT_BATCH = "train_batch_size", 8
+"""What the Trainer divides when it resumes, so that it has to be there.
+
+Source: transformers 5.23.0, ``trainer_utils.py`` (``compare_trainer_and_checkpoint_args``), ``training_args.py``.
+"""
 _NEW_STATES = "rng: new states for {found}, from iteration {0.source.state.iteration}"
 _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
@@ -314,8 +324,10 @@ _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.KEPT, "", lambda t: t.rng == "keep" and {"of": _of_each(t)}, told=False),
     Rule(Fate.DERIVED, "{0.files.counters}: as --like has them, at this step",
          lambda t: t.files.counters and t.own_counters() is None and t.like.counters),
-    Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP} alone; --like FOLDER gives the others",
-         lambda t: t.files.counters and t.own_counters() is None and not t.like.counters),
+    Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP}, and {_BATCH} {{found}}, which the Trainer compares with its own and warns "
+         "of (with auto_find_batch_size it begins with it); it logs, evaluates and saves every 500 steps then, whatever its arguments say; "
+         "--like FOLDER gives the run's own",
+         lambda t: t.batch() if t.files.counters and t.own_counters() is None and not t.like.counters else None),
     Rule(Fate.NOTE, f"weights: in safetensors, where --like has {PICKLED}: the run goes on with save_safetensors=True",
          lambda t: t.like.pickled),
 )  # fmt: skip

@@ -45,7 +45,7 @@ _COUNTED = (
     "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
     "stateful_callbacks",
 )  # fmt: skip
-"""What of ``TrainerState`` is the file's; the rest is computed of the arguments."""
+"""What of ``TrainerState`` is the file's, and empty without it; the rest is computed of the arguments."""
 
 
 def _ranks(seen: Seen) -> int:
@@ -143,6 +143,8 @@ ROWS = _OF_OTHERS + rows_of(
         without("trainer_state.json", "global_step"), True),
     Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "{file} has no {key}, with which the arguments are compared: that fails",
         "1704 (_init_training_state)", without("trainer_state.json", "train_batch_size"), True),
+    Habit((Thing.COUNTERS,), _ANEW, "{file} has no {key}: that is every 500 steps, whatever the arguments say, with a warning",
+        "1704 (_init_training_state)", without("trainer_state.json", "logging_steps", "eval_steps", "save_steps"), True),
     Habit((Thing.COUNTERS,), _ANEW, "{file} has no {key}: it begins empty; nothing is said", "1565 (train)",
         without("trainer_state.json", *_COUNTED), True),
     Habit((Thing.COUNTERS,), _RESTORED, "trainer_state.json: step, epoch, log", "1697 (_init_training_state)", ran=True),
