@@ -128,7 +128,9 @@ def test_trainer_goes_on_where_nobody_says_how_its_run_is(tmp_path: Path) -> Non
     assert "train_batch_size 8" in said
     assert "every 500 steps" in said
     assert train(model(9), tmp_path / "again", back) == [], "it logs as its own default is"
-    first, second = (load_file(tmp_path / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in ("run", "again"))
+    first, second = (
+        load_file(tmp_path / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in ("run", "again")
+    )
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
