@@ -44,6 +44,7 @@ from mcore_rlhf.trainers.table import Trainer
 from .into_run import (
     OF_TRAINER,
     Beside,
+    add_beginning,
     add_counters,
     add_position,
     as_step,
@@ -145,6 +146,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args)
         settle_data(around, trainer, planned.target.parallel.dp)
+        add_beginning(around, trainer)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
         job = StepJob(step, jobs, around.files, around.texts, places, around.report)

@@ -196,6 +196,9 @@ def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> No
     except CheckpointError as error:
         found.report.add(Fate.LOST, f"{name}: {error}", item)
         return
+    if tree == {}:
+        found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)
+        return
     own = name == WHERE and isinstance(tree, Mapping) and {"version", "kind", "state"} <= tree.keys()
     if own and tree["kind"] != _STATEFUL:
         found.report.add(
@@ -221,7 +224,7 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
         opened: The first model.
     """
     take_position(found, trainer, opened)
-    known = {**_known(opened.state.iteration, opened.state.args), _DATA: found.data}
+    known = {**_known(opened.state.iteration, opened.state.args), _DATA: found.data or {}}
     missing = [key for key in trainer.asks if key not in opened.state.other]
     if missing:
         found.report.add(
@@ -334,6 +337,23 @@ def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
             kept.pop(trainer.data_file(rank), None)
     shares = f"counts the shares of {found.ranks} data-parallel ranks, and {trainer.title} has {wanted} there"
     found.report.add(Fate.LOST, f"{text}: {shares}; its data begin anew", *about)
+
+
+def add_beginning(found: Beside, trainer: Trainer) -> None:
+    """An empty state, with which a ``StatefulDataLoader`` begins anew, for a trainer that stops where it has none.
+
+    Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py`` (``load_state_dict``).
+
+    Args:
+        found: Gets it, where nothing else says how far the data are.
+        trainer: Whose run it goes into.
+    """
+    name = trainer.data_file()
+    if trainer.opens_data and name not in (*found.files, *found.texts):
+        found.texts[name] = saved({}, name)
+        found.report.add(
+            Fate.DERIVED, f"{name}: empty, since {trainer.title} opens it without a look; its data begin anew"
+        )
 
 
 def _not_the_runs(opened: Source, row: RunFiles) -> str:

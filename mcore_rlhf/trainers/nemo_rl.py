@@ -2,8 +2,9 @@
 
 Source: NeMo-RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``CheckpointManager``: ``init_tmp_checkpoint``, ``finalize_checkpoint``,
 ``get_latest_checkpoint_path``: the highest number; ``load_training_info``; ``get_resume_paths``: ``policy/weights/iter_0000000`` of a
-policy on Megatron), ``nemo_rl/algorithms/grpo.py`` (``train_dataloader.pt``). Megatron-Bridge 067f987, ``training/checkpointing.py``
-(``_load_checkpoint_from_path``): without ``run_config.yaml`` the arguments in the checkpoint say how it lies.
+policy on Megatron), ``nemo_rl/data/utils.py`` (``load_dataloader_state``: opens ``train_dataloader.pt`` without a look). Megatron-Bridge
+067f987, ``training/checkpointing.py`` (``_load_checkpoint_from_path``): without ``run_config.yaml`` the arguments in the checkpoint say how
+it lies.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ TRAINER = Trainer(
     needs=("training_info.json",),
     resumes="highest",
     data="train_dataloader.pt",
+    opens_data=True,
     counters=Counters(
         "training_info.json",
         "total_steps",

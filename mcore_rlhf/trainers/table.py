@@ -59,6 +59,7 @@ class Trainer:
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not. With
             ``{rank}``, each data-parallel rank has one, of its share.
+        opens_data: Whether it opens that file without a look, and stops where it is not there.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
             the loader's own state.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
@@ -89,6 +90,7 @@ class Trainer:
     counted: str = ""
     resumes: Resumed = "tracker"
     data: str = ""
+    opens_data: bool = False
     skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None

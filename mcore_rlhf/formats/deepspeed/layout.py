@@ -300,13 +300,17 @@ class TagLayout:
         return self.source.optimizer == "zero3" and self.zero.stage == 3 and self.zero.dp == self.source.parallel.dp
 
     def other_values(self, dp_rank: int, mp_rank: int) -> Mapping[str, object]:
-        """Counters and client state: a rank's own, where the same rank wrote them."""
+        """Counters and client state: a rank's own, where the same rank wrote them, and what a trainer asks for that no rank had."""
         family, own, other = self.family, DeepSpeedState.of(self.source), self.source.state.other
         if self.same_ranks and own is not None and own.opened is not None:
-            return other_values(own.opened, dp_rank, mp_rank)
+            asked = {key: value for key, value in other.items() if key not in own.opened.first}
+            return {**asked, **other_values(own.opened, dp_rank, mp_rank)}
         if self.zero.tp != self.source.parallel.tp:
             return {key: value for key, value in other.items() if key != INFO}
-        return family.per_rank[mp_rank] if family.per_rank else other
+        if family.per_rank:
+            asked = {key: value for key, value in other.items() if key not in family.per_rank[0]}
+            return {**asked, **family.per_rank[mp_rank]}
+        return other
 
     def local(self, mp_rank: int) -> list[LocalParam]:
         """The tensors of a rank's module, in order."""

@@ -104,6 +104,8 @@ ROWS = rows_of(
         lambda seen: not _data(seen)),
     Habit((Thing.DATA,), _REFUSED, "train_dataloader….pt {wrong}", "algorithms/grpo.py:592 (init_train_dataloader)",
         lambda seen: next((found for name in _data(seen) if (found := _of_step(seen, name))), None)),
+    Habit((Thing.DATA,), _ANEW, "train_dataloader….pt is empty: the data from the start; nothing is said",
+        "algorithms/grpo.py:592 (init_train_dataloader)", lambda seen: not any(map(seen.keys, _data(seen)))),
     Habit((Thing.DATA,), _RESTORED, "train_dataloader….pt", "algorithms/grpo.py:592 (init_train_dataloader)"),
     Habit((Thing.RNG,), _IGNORED, "Megatron's files have random states, and load_rng is False: those of the seed",
         "models/megatron/setup.py:1281 (_create_checkpoint_config)", lambda seen: _on_megatron(seen) and seen.held.rng),

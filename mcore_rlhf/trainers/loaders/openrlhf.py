@@ -20,11 +20,18 @@ def _unsaid(seen: Seen) -> object:
     return not seen.held.problem and gone and {"keys": ", ".join(gone)}
 
 
+def _without_place(seen: Seen) -> bool:
+    stored = (key for name in seen.matching("*mp_rank_00_model_states.pt")[:1] for key in seen.keys(name))
+    return not seen.held.problem and not any(key.startswith("data_loader_state_dict/") for key in stored)
+
+
 ROWS = (
     *rows_of(
         "OpenRLHF 0.11.2, openrlhf/trainer/",
         Habit(EVERYTHING, _ANEW, "{key} is off: nothing is loaded", "ray/ppo_actor.py:575", refused("ckpt.load_enable", "load_enable")),
         Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "the client state has no {keys}: a KeyError", "ppo_trainer.py:507 (fit)", _unsaid),
+        Habit((Thing.DATA,), _ANEW, "data_loader_state_dict, in the actor's client state, is empty: the data from the start; nothing is said",
+            "ppo_trainer.py:517 (fit)", _without_place),
         Habit((Thing.DATA,), _RESTORED, "data_loader_state_dict, in the actor's client state", "ppo_trainer.py:518 (fit)",
             lambda seen: not seen.held.problem),
         Habit((Thing.COUNTERS,), _RESTORED, "episode, global_step, total_consumed_prompts, in the actor's client state",

@@ -179,7 +179,7 @@ def test_the_position_beside_accelerates_model_becomes_a_file(tmp_path: Path) ->
     assert not [text for text in done.account.lost if "dl_state_dict" in text]
     assert Item(Kind.FILE, "dl_state_dict.bin") not in done.jobs["actor"].account.entries
     assert "dl_state_dict.bin" in {file.path for file in done.jobs["actor"].source.files}
-    after = torch.load(tmp_path / "verl" / "global_step_2" / "data.pt", weights_only=True)
+    after = torch.load(tmp_path / "verl" / "global_step_3" / "data.pt", weights_only=True)
     assert torch.equal(after["_sampler_iter_state"].pop("generator"), torch.arange(9))
     assert after == {"_num_yielded": 2, "_iterator_finished": False, "_sampler_iter_state": {}}
 
@@ -214,7 +214,7 @@ def test_a_position_that_is_not_the_runs_is_lost_by_name(
     change(step)
     config = str(GOLDENS / "transformers" / "checkpoint-2" / "config.json")
     done = into(step, tmp_path / "verl", "verl", reference_config=config)
-    assert not (tmp_path / "verl" / "global_step_2" / "data.pt").exists()
+    assert not (tmp_path / "verl" / "global_step_3" / "data.pt").exists()
     (lost,) = [text for text in done.account.lost if text.startswith("dl_state_dict.bin: ")]
     assert said in lost
     assert lost.endswith("verl begins its data anew")
@@ -252,6 +252,27 @@ def test_counters_that_a_trainer_wants_and_nobody_has_are_made(tmp_path: Path) -
     assert counters == {"consumed_samples": 0, "current_step": 3, "total_steps": 3}
     said = [text for fate, text in done.report.lines if fate is Fate.DERIVED]
     assert said == ["training_info.json: step 3; nothing says how many samples were consumed: 0"]
+
+
+@pytest.mark.parametrize("name", ["autotp2_z1_bf16_dp1", "z3_bf16_frozen_dp2"])
+def test_what_openrlhf_asks_for_is_there_where_every_rank_keeps_its_own_values(name: str, tmp_path: Path) -> None:
+    into(GOLDENS / "deepspeed" / name, tmp_path, "openrlhf", **({} if "z3" in name else {"tp": 2}))
+    files = sorted((tmp_path / "_actor").rglob("*model_states.pt"))
+    assert len(files) == 2
+    for file in files:
+        state = torch.load(file, weights_only=False)
+        assert (state["data_loader_state_dict"], state["episode"], state["global_step"]) == ({}, 0, 3)
+
+
+def test_nemo_is_given_a_loader_that_begins_where_there_is_none(tmp_path: Path) -> None:
+    """It opens the file without a look; what is empty goes into no other trainer's run."""
+    done = into(RUNS / "ac_ds2", tmp_path / "nemo", "nemo-rl", like=str(NEMO / "step_3" / "policy"))
+    assert torch.load(tmp_path / "nemo" / "step_3" / "train_dataloader.pt") == {}
+    assert (Fate.DERIVED, "train_dataloader.pt: empty, since NeMo-RL opens it without a look; its data begin anew") in (
+        done.report.lines
+    )
+    into(tmp_path / "nemo", tmp_path / "verl", "verl")
+    assert not (tmp_path / "verl" / "global_step_3" / "data.pt").exists()
 
 
 def test_nemos_own_folders_are_written_for_its_loader(tmp_path: Path) -> None:
