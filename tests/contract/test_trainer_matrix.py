@@ -85,6 +85,7 @@ def arrived(source: Subject, done: StepJob) -> str:
     if len(names) > 1:
         told[0] = f"{told[0]} of {' and '.join(names)}"
     moved = [name for name in (*done.carried, *done.texts) if name in {one.data for one in TRAINERS if one.data}]
+    moved = [name for name in moved if not any(text.startswith(f"{name}: empty") for _, text in done.report.lines)]
     return ", ".join([*told, *(["data"] if moved else [])])
 
 

@@ -30,7 +30,7 @@ ROWS = (
         "OpenRLHF 0.11.2, openrlhf/trainer/",
         Habit(EVERYTHING, _ANEW, "{key} is off: nothing is loaded", "ray/ppo_actor.py:575", refused("ckpt.load_enable", "load_enable")),
         Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "the client state has no {keys}: a KeyError", "ppo_trainer.py:507 (fit)", _unsaid),
-        Habit((Thing.DATA,), _ANEW, "data_loader_state_dict, in the actor's client state, is empty: the data from the start; nothing is said",
+        Habit((Thing.DATA,), _ANEW, "the actor's data_loader_state_dict is empty: the data from the start; nothing is said",
             "ppo_trainer.py:517 (fit)", _without_place),
         Habit((Thing.DATA,), _RESTORED, "data_loader_state_dict, in the actor's client state", "ppo_trainer.py:518 (fit)",
             lambda seen: not seen.held.problem),
