@@ -49,6 +49,7 @@ from .into_run import (
     add_position,
     as_step,
     beside,
+    like_of,
     resolved,
     say_what_was_counted,
     settle_data,
@@ -131,7 +132,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
         wanted_of = _nothing if asked is None else partial(values_of, around, asked)
         try:
-            reading = replace(options, read=step.reading(role))
+            reading = replace(like_of(options, role), read=step.reading(role))
             jobs[role] = prepare(folder, reading, by_parts=by_parts, wanted_of=wanted_of)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")

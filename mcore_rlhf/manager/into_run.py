@@ -78,8 +78,28 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts)
+    tag = trainer.steps[0] if trainer.by_role else ""
+    run = RunOf(
+        trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts, tag
+    )
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
+
+
+def like_of(options: ConvertOptions, role: str) -> ConvertOptions:
+    """The options with that role's model, where ``--like`` is a step of several.
+
+    Args:
+        options: What somebody asked for.
+        role: Of a model.
+    """
+    if options.write.like is None:
+        return options
+    path = Path(options.write.like).expanduser()
+    step, run = step_at(path), run_at(path)
+    if step is None and run is not None and run.found:  # roles lie beside each other, each with its steps
+        step = run.found[max(run.found)]
+    place = None if step is None else step.models().get(role)
+    return options if place is None else replace(options, write=replace(options.write, like=str(place)))
 
 
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:

@@ -200,22 +200,25 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
         lambdas, theirs = own.get(LAMBDAS), run.get(LAMBDAS)
         if isinstance(lambdas, list) and isinstance(theirs, list) and not any(lambdas):
             own = {**own, LAMBDAS: theirs[:1] * len(lambdas)}  # functions have no state: None, or {}, as the run has it
+            notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.SCHEDULER, LAMBDAS))
         had = own.get(BASE_LRS)
         if (
             isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)
         ):  # dealt otherwise on the way
+            text = f"lr_scheduler: its learning rates of {len(had)} param groups, all the same, become those of {count}"
+            notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
             return {
                 key: value[:1] * count if key in PER_GROUP and isinstance(value, list) else value
                 for key, value in own.items()
             }
         return own
     if PARTS in run:
-        notes.add(
-            Fate.DERIVED, "lr_scheduler: as the run has it, at its step: it is made of several, and the source's is not"
-        )
+        text = "lr_scheduler: as the run has it, at its step: it is made of several, and the source's is not"
+        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
         return run
     last = rates if len(rates) == count else rates[:1] * count
-    notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups")
+    text = f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups"
+    notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
     return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}
 
 

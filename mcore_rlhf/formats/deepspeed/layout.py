@@ -121,7 +121,9 @@ def zero_config(source: Source, family: ModuleState, options: WriteOptions) -> Z
         aligned=flat and bool(zero.get("parameter_alignment")),
         flat_momentum=not flat or momentum_is_flat(source.state.args, bf16_optimizer=own),
         sub_group_size=_sub_group_size(zero),
-        tag=family.tag or f"global_step{source.state.iteration}",
+        tag=options.run_of.tag.format(step=source.state.iteration)
+        or family.tag
+        or f"global_step{source.state.iteration}",
     )
 
 

@@ -179,7 +179,7 @@ def test_the_position_beside_accelerates_model_becomes_a_file(tmp_path: Path) ->
     assert not [text for text in done.account.lost if "dl_state_dict" in text]
     assert Item(Kind.FILE, "dl_state_dict.bin") not in done.jobs["actor"].account.entries
     assert "dl_state_dict.bin" in {file.path for file in done.jobs["actor"].source.files}
-    after = torch.load(tmp_path / "verl" / "global_step_3" / "data.pt", weights_only=True)
+    after = torch.load(tmp_path / "verl" / "global_step_2" / "data.pt", weights_only=True)
     assert torch.equal(after["_sampler_iter_state"].pop("generator"), torch.arange(9))
     assert after == {"_num_yielded": 2, "_iterator_finished": False, "_sampler_iter_state": {}}
 
@@ -273,6 +273,23 @@ def test_nemo_is_given_a_loader_that_begins_where_there_is_none(tmp_path: Path) 
     )
     into(tmp_path / "nemo", tmp_path / "verl", "verl")
     assert not (tmp_path / "verl" / "global_step_3" / "data.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "like"),
+    [
+        (RUNS / "ac_ds2", "nemo-rl", NEMO), (NEMO, "rlinf", RLINF), (OPENRLHF, "rlinf", RLINF), (RUNS / "ac_ds2", "openrlhf", OPENRLHF),
+        (OPENRLHF, "nemo-rl", NEMO),
+    ],
+    ids=lambda one: one.name if isinstance(one, Path) else one,
+)  # fmt: skip
+def test_like_may_be_a_run_of_several_roles_and_accounts_for_the_schedule(
+    source: Path, to: str, like: Path, tmp_path: Path
+) -> None:
+    done = into(source, tmp_path / "run", to, like=str(like))
+    assert [step.step for step in listed_steps(tmp_path / "run")] == [3]
+    for job in done.jobs.values():
+        assert not [text for text in job.account.lost if "nothing accounts for it" in text]
 
 
 def test_nemos_own_folders_are_written_for_its_loader(tmp_path: Path) -> None:
