@@ -52,6 +52,7 @@ class Case:
         targets: Layouts to which we convert; only the first two in the quick tests.
         metadata: More of the content's metadata.
         slow: Whether it is left out of the quick tests.
+        frozen: Parts of the names of parameters that are not trained.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     sharding: str = FULLY_RESHARDABLE
     metadata: tuple[tuple[str, Any], ...] = ()
     slow: bool = False
+    frozen: tuple[str, ...] = ()
 
 
 PACKED = replace(MOE, moe_grouped_gemm=True)
@@ -73,6 +75,9 @@ GPT2 = replace(
     position_embedding_type="learned_absolute",
 )  # fmt: skip
 EP2 = Parallel(ep=2, dp=2)
+APART: tuple[tuple[str, Any], ...] = (("non_homogeneous_layers", True),)
+SINGLY: tuple[tuple[str, Any], ...] = (("singleton_local_shards", True),)
+LOWER = ("embedding", "layers.0.", "layers.1.")
 CASES = [
     Case("cube", SAME_ROWS, CUBE, (CUBE, Parallel(tp=4), Parallel(), Parallel(tp=2), Parallel(pp=2))),
     Case("cube_buckets", SAME_ROWS, CUBE, (CUBE,), sharding=DP_RESHARDABLE),
@@ -98,6 +103,11 @@ CASES = [
     Case("singleton", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), metadata=(("singleton_local_shards", True),), slow=True),
     Case("context", SAME_ROWS, Parallel(cp=2, tp=2), (Parallel(pp=2),), sharding=DP_RESHARDABLE, slow=True),
     Case("no_optimizer", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), Training(optimizer="none"), slow=True),
+    Case("frozen_layers", SAME_ROWS, Parallel(tp=2), (Parallel(tp=2), Parallel(pp=2)), metadata=APART, frozen=LOWER),
+    Case("frozen_expert", MOE, EP2, (EP2, Parallel(pp=2)), metadata=SINGLY, frozen=("layers.0.", "local_experts.1.")),
+    Case("frozen_next_tokens", replace(SAME_ROWS, mtp_num_layers=1), Parallel(pp=2), (Parallel(tp=2),), metadata=APART,
+         frozen=("layers.0.self", "output"), slow=True),
+    Case("frozen_space", SAME_ROWS, CUBE, (Parallel(tp=2),), sharding=MODEL_SPACE, metadata=APART, frozen=LOWER),
     Case("rows_space", SAME_ROWS, Parallel(tp=2, dp=2), (Parallel(tp=2, dp=2), Parallel()), sharding=MODEL_SPACE),
     Case("experts_space", MOE, EP2, (EP2, Parallel()), sharding=MODEL_SPACE),
     Case("stages_space", SAME_ROWS, CUBE, (CUBE, Parallel(pp=2)), sharding=MODEL_SPACE),
@@ -117,13 +127,13 @@ class DistLab:
         if case.name not in self.trained:
             root = self.folder / case.name
             wanted = dist_jobs.written(case.model, case.parallel, case.training, root, case.sharding)
-            self.trained[case.name] = self._run(replace(wanted, metadata=case.metadata), root)
+            self.trained[case.name] = self._run(replace(wanted, metadata=case.metadata, frozen=case.frozen), root)
         return self.trained[case.name]
 
     def resume(self, root: Path, case: Case, parallel: Parallel, *, rng: bool = True) -> Trained:
         """Load a torch_dist checkpoint with megatron-core, and train on."""
         wanted = dist_jobs.resumed(Session(case.model, parallel, case.training), root)
-        return self._run(replace(wanted, rng=rng), root)
+        return self._run(replace(wanted, rng=rng, frozen=case.frozen), root)
 
     def converted(self, source: Path, name: str, to: str, **write: Any) -> tuple[Path, Job]:
         target = self.folder / name
