@@ -56,6 +56,7 @@ from .optimizer import (
     OptimizerValues,
     read_optimizer,
     trained_states,
+    with_steps,
 )
 from .parameters import Parameters, SpecFinder
 from .run_config import TRAIN_STATE, UNTIED, TrainState, arguments_beside, train_state_beside
@@ -356,11 +357,12 @@ class _DistReader:
         top, located = self.folder.top, self.folder.located
         scheduler = scheduler_in(top, self.notes)
         note_scheduler(self.optimizer.kind, scheduler, self.notes)
+        iteration = self._iteration()
         return TrainingState(
-            iteration=self._iteration(),
+            iteration=iteration,
             release=located.release,
             args=dict(self.args.values),
-            groups=self.optimizer.groups,
+            groups=with_steps(self.optimizer, self.args, iteration, scheduler, self.notes),
             scheduler=None if scheduler is None else dict(scheduler),
             grad_scaler=self.optimizer.scaler,
             other={**{key: value for key, value in top.items() if key not in _PLACED}, **beside},
