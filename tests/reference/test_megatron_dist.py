@@ -12,10 +12,11 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
@@ -105,6 +106,9 @@ CASES = [
     Case("no_optimizer", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), Training(optimizer="none"), slow=True),
     Case("frozen_layers", SAME_ROWS, Parallel(tp=2), (Parallel(tp=2), Parallel(pp=2)), metadata=APART, frozen=LOWER),
     Case("frozen_expert", MOE, EP2, (EP2, Parallel(pp=2)), metadata=SINGLY, frozen=("layers.0.", "local_experts.1.")),
+    Case("frozen_buckets", SAME_ROWS, Parallel(pp=2, vpp=2), (Parallel(tp=2),), WIDE, sharding=DP_RESHARDABLE, frozen=LOWER),
+    Case("frozen_expert_buckets", MOE, EP2, (EP2,), sharding=DP_RESHARDABLE, frozen=("local_experts.3.", "embedding")),
+    Case("frozen_stage", SAME_ROWS, Parallel(pp=2), (Parallel(pp=2), Parallel(tp=2)), metadata=APART, frozen=LOWER),
     Case("frozen_next_tokens", replace(SAME_ROWS, mtp_num_layers=1), Parallel(pp=2), (Parallel(tp=2),), metadata=APART,
          frozen=("layers.0.self", "output"), slow=True),
     Case("frozen_space", SAME_ROWS, CUBE, (Parallel(tp=2),), sharding=MODEL_SPACE, metadata=APART, frozen=("layers.0.",)),
@@ -243,6 +247,18 @@ def test_megatron_core_loads_our_flat_buckets_and_trains_on(case: Case, dist_lab
         assert differences(source.models[LOOK], resumed.models[LOOK]) == []
         tolerance = LOSS_TOLERANCE[case.model.dtype]
         assert resumed.losses == pytest.approx({step: source.losses[step] for step in (3, 4)}, rel=tolerance)
+
+
+def test_what_of_flat_buckets_was_frozen_is_asked_where_values_do_not_tell(dist_lab: DistLab) -> None:
+    """Norms that training has not moved yet are all alike: one layer's may lie where another's would."""
+    case = Case("alike", SAME_ROWS, Parallel(dp=2), (), sharding=DP_RESHARDABLE, frozen=("layers.0.",))
+    root = dist_lab.train(case).root
+    with pytest.raises(
+        LayoutMismatch, match=r"decoder\.layers\.0\..*norm\.weight, decoder\.layers\.1\..*norm\.weight cannot be told"
+    ):
+        opened(root / "dist")
+    told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((Rule("decoder.layers.0.*", trainable=False),))))
+    assert_equal(told, opened(root / "legacy"))
 
 
 @pytest.mark.skipif(MEGATRON < (0, 17, 1), reason="integrity.json came with 0.17.1")

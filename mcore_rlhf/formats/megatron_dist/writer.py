@@ -260,8 +260,8 @@ _RULES: tuple[Rule[NewRun], ...] = (
          lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
          lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
-    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
-         "--rules (trainable: false) of {found}", _unsaid_frozen),
+    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: who reads this folder finds them by their values, or says "
+         "with --rules (trainable: false) that they are {found}", _unsaid_frozen),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
          lambda r: sharding_of(r) == FULLY_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
          and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),

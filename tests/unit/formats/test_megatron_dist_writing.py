@@ -341,5 +341,7 @@ def test_layers_have_keys_of_their_own_where_some_are_not_trained(tmp_path: Path
     convert(source, tmp_path / "legacy", replace(options(tp=1, pp=1), read=read))
     flat = options(optimizer="distributed", optimizer_sharding="dp_reshardable")
     job = convert(source, tmp_path / "flat", replace(flat, to="megatron-dist", read=read))
-    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and f"(trainable: false) of {frozen}" in text]
-    assert open_checkpoint(tmp_path / "flat", read).state.groups
+    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and f"that they are {frozen}" in text]
+    for how in (read, ReadOptions()):  # told, and found by the values
+        found = open_checkpoint(tmp_path / "flat", how)
+        assert [spec.name for spec in found.model.params if not spec.trainable] == [frozen]
