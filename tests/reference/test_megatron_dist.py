@@ -11,13 +11,16 @@ import pytest
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.versions import MEGATRON
-from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
 from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.reference import dist_jobs
@@ -39,7 +42,7 @@ from tests.reference.dist_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_S
 from tests.reference.engine_jobs import load_and_train
 from tests.reference.lab import TIMEOUT, Trained, layout_options, together
 from tests.reference.merge import bits_equal, differences
-from tests.reference.observing import END, LOOK, Session
+from tests.reference.observing import END, LOOK, Session, observe
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,54 @@ def test_what_of_flat_buckets_was_frozen_is_asked_where_values_do_not_tell(dist_
         opened(root / "dist")
     told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((Rule("decoder.layers.0.*", trainable=False),))))
     assert_equal(told, opened(root / "legacy"))
+
+
+def forecast_of(root: Path, *options: str) -> Forecast:
+    """What ``will-resume`` says of a run with such options."""
+    file = root.parent / "arguments.txt"
+    file.write_text(" ".join(("--use-mcore-models", *options)))
+    return forecast(root, loader_named("megatron-lm")[0], read_settings(file))
+
+
+def test_will_resume_says_that_adam_begins_anew_where_the_first_rank_trains_nothing(dist_lab: DistLab) -> None:
+    case = next(case for case in CASES if case.name == "frozen_stage")
+    source = dist_lab.train(case)
+    resumed = dist_lab.resume(source.root / "dist", case, case.parallel)
+    assert resumed.losses != {step: source.losses[step] for step in (3, 4)}
+    said = [one.row for one in forecast_of(source.root / "dist").roles[""] if one.row.outcome.is_loss]
+    assert [(row.outcome, "bias correction begins anew" in row.why) for row in said] == [(Outcome.ANEW, True)]
+    ours, _ = dist_lab.converted(source.root / "dist", "frozen_stage_ours", "megatron-dist")
+    assert forecast_of(ours).resumes
+
+
+@pytest.mark.parametrize(
+    ("training", "sharding"), [(ADAM, DP_RESHARDABLE), (ADAM, FULLY_RESHARDABLE), (PLAIN, FULLY_RESHARDABLE)]
+)
+@pytest.mark.parametrize(("was", "now"), [("bf16", "fp16"), ("fp32", "bf16")])
+def test_will_resume_says_what_another_type_does(
+    training: Training, sharding: str, was: str, now: str, dist_lab: DistLab
+) -> None:
+    case = Case(
+        f"{training.optimizer}_{sharding}_{was}", replace(SAME_ROWS, dtype=was), Parallel(), (), training, sharding
+    )
+    root, other = dist_lab.train(case).root, replace(case, model=replace(case.model, dtype=now))
+    loads = {
+        "dist": lambda: dist_lab.resume(root / "dist", other, case.parallel, rng=False),
+        "legacy": lambda: dist_lab.pool.run(
+            observe,
+            Session(other.model, case.parallel, training, load=str(root / "legacy")),
+            world_size=1,
+            timeout=TIMEOUT,
+        ),
+    }
+    for kind, load in loads.items():
+        found = forecast_of(root / kind, f"--{now}")
+        assert Thing.DTYPE in {one.thing for one in found.roles[""]}
+        if found.stops:
+            with pytest.raises(WorkerError):
+                load()
+        else:
+            load()
 
 
 @pytest.mark.skipif(MEGATRON < (0, 17, 1), reason="integrity.json came with 0.17.1")
