@@ -33,9 +33,9 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import is_matrix
+from mcore_rlhf.families.megatron.groups import by_adam, is_matrix
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
@@ -254,8 +254,23 @@ def _unsaid_frozen(run: NewRun) -> str:
     return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
 
 
+def _unloadable(run: NewRun) -> str:
+    """What Megatron finds no way to load of a plain optimizer.
+
+    Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params.sharded_state_dict``), run.
+    """
+    trained = [spec for spec in run.source.model.params if spec.trainable]
+    if run.choices.optimizer != PLAIN or not by_adam(run.family.args.values):
+        return ""
+    if not run.moments:
+        return "that has not stepped yet"
+    return "of fp32 and half parameters" if len({spec.dtype == FLOAT32 for spec in trained}) > 1 else ""
+
+
 _BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
 _RULES: tuple[Rule[NewRun], ...] = (
+    Rule(Fate.NOTE, "a plain optimizer {found}: megatron-core (0.19.2) loads none from torch_dist, not even its own; from megatron "
+         "(--ckpt-format torch) it does", _unloadable),
     Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
          lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",

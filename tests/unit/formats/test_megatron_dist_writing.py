@@ -345,3 +345,23 @@ def test_layers_have_keys_of_their_own_where_some_are_not_trained(tmp_path: Path
     for how in (read, ReadOptions()):  # told, and found by the values
         found = open_checkpoint(tmp_path / "flat", how)
         assert [spec.name for spec in found.model.params if not spec.trainable] == [frozen]
+
+
+@pytest.mark.parametrize("what", ["that has not stepped yet", "of fp32 and half parameters"])
+def test_a_plain_optimizer_that_megatron_loads_from_no_torch_dist_is_told(what: str, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", tmp_path / "source"))
+    norm = "decoder.final_layernorm.weight"
+    for file in source.rglob("model_optim_rng.pt"):
+        with edited(file) as tree:
+            if "stepped" in what:
+                tree["iteration"] = tree["args"].iteration = 0
+                tree["optimizer"]["optimizer"]["state"] = {}
+            elif norm in tree["model"]:
+                vectors = [name for name, value in tree["model"].items() if getattr(value, "ndim", 0) == 1]
+                tree["model"][norm] = tree["model"][norm].float()
+                del tree["optimizer"]["fp32_from_fp16_params"][1][vectors.index(norm)]
+    if "stepped" in what:
+        (source / "iter_0000002").rename(source / "iter_0000000")
+        (source / "latest_checkpointed_iteration.txt").write_text("0")
+    told = converted(source, tmp_path / "target").report.lines
+    assert [text for fate, text in told if fate is Fate.NOTE and text.startswith(f"a plain optimizer {what}")]
