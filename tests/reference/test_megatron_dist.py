@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,22 @@ def test_what_of_flat_buckets_was_frozen_is_asked_where_values_do_not_tell(dist_
         opened(root / "dist")
     told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((Rule("decoder.layers.0.*", trainable=False),))))
     assert_equal(told, opened(root / "legacy"))
+
+
+def test_a_stage_whose_buffers_are_gone_was_not_frozen(dist_lab: DistLab, tmp_path: Path) -> None:
+    """Megatron itself counts the buffers of each group: a frozen stage has none."""
+    source = dist_lab.train(next(case for case in CASES if case.name == "frozen_buckets")).root / "dist"
+    root = Path(shutil.copytree(source, tmp_path / "less"))
+    assert not opened(root).model.params[0].trainable
+    file = next(root.glob("iter_*/.metadata"))
+    metadata = pickle.loads(file.read_bytes())
+    gone = [key for key in metadata.state_dict_metadata if "dp_group_idx_1.gbuf_idx" in key]
+    for key in gone:
+        del metadata.state_dict_metadata[key]
+    metadata.storage_data = {at: place for at, place in metadata.storage_data.items() if at.fqn not in gone}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="data-parallel group"):
+        opened(root)
 
 
 def forecast_of(root: Path, *options: str) -> Forecast:

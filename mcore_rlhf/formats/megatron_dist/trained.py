@@ -24,6 +24,8 @@ from mcore_rlhf.layouts.flat import PARAM_ALIGNMENT, BufferParam, Filling
 from .buckets import BufferPlace, FlatStates, Where, group_of, holds_first
 from .objects import model_ranks
 
+_COUNTED = "per_bucket_numel_unpadded"
+"""Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``sharded_param_state_dp_reshardable``): one for each buffer."""
 _Chosen: TypeAlias = "tuple[LocalParam, _Chosen] | None"
 """A parameter, and those that lie before it."""
 
@@ -85,7 +87,14 @@ class _Walk:
             for way in ways:
                 found |= way
                 index += 1
-        return found if self.flat.buffers.get(((*self.where, index), MASTER)) is None else None
+        return found if index == self._stored() else None
+
+    def _stored(self) -> int:
+        """How many buffers there are, as the checkpoint itself counts them: one that is gone is no frozen stage."""
+        folder = self.flat.folder
+        counted = folder.groups.get(self.where, {}).get(_COUNTED)
+        stated = folder.value(counted) if counted is not None else []
+        return len(stated) if isinstance(stated, list) else 0
 
     def _kinds(self) -> list[list[LocalParam]]:
         """The parameters that would share a buffer, buffer by buffer."""
