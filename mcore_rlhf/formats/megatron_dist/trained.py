@@ -42,19 +42,22 @@ def trained_in(flat: FlatStates, blueprint: Blueprint, params: Chunks, files: So
     Raises:
         LayoutMismatch: They may be some or others.
     """
-    parallel, found = blueprint.choices.parallel, set[str]()
+    parallel, found, walked = blueprint.choices.parallel, set[str](), set[tuple[int, int]]()
     for at in model_ranks(parallel):
-        if at.tp_rank or at.etp_rank:  # what these train, the others do
-            continue
         rank = RankLayout(blueprint, at, "")
         for number, member in enumerate(rank.chained):
-            if holds_first(at, member, parallel):
-                walk = _Walk(flat, rank, member, (number, group_of(at, member, parallel)), params, files)
-                names = walk.names()
-                if names is None:
-                    return frozenset()
-                found.update(names)
-    return frozenset(found)
+            where = number, group_of(at, member, parallel)
+            if not holds_first(at, member, parallel):
+                continue
+            walked.add(where)
+            if at.tp_rank or at.etp_rank:  # what others train, these do
+                continue
+            names = _Walk(flat, rank, member, where, params, files).names()
+            if names is None:
+                return frozenset()
+            found.update(names)
+    is_all = walked >= {(key.member, key.group) for key in flat.folder.flat}  # otherwise they are of another layout
+    return frozenset(found) if is_all else frozenset()
 
 
 class _Walk:
