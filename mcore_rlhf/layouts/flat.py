@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import NamedTuple
 
 PARAM_ALIGNMENT = 64
 """Every parameter of a buffer starts at a multiple of that many elements; the gap before it is kept in the file."""
@@ -110,6 +111,45 @@ def bucket_rules(
     return BufferRules(bucket_size or max(40_000_000, 1_000_000 * default_dp), divisor)
 
 
+class Filling(NamedTuple):
+    """How far a buffer is filled.
+
+    Args:
+        start: First element behind what lies in it.
+        bucket_start: That of the open bucket.
+        closed_numel: Elements of the closed ones, without their padding.
+        bucket: How many these are.
+        is_open: Whether something lies in the open one.
+    """
+
+    start: int = 0
+    bucket_start: int = 0
+    closed_numel: int = 0
+    bucket: int = 0
+    is_open: bool = False
+
+    @property
+    def numel_unpadded(self) -> int:
+        """Elements in the file, if nothing more comes."""
+        return self.closed_numel + (self.start - self.bucket_start if self.is_open else 0)
+
+    def closed(self, rules: BufferRules) -> Filling:
+        """The same with its bucket closed."""
+        end = _round_up(self.start, rules.divisor)
+        return Filling(end, end, self.closed_numel + self.start - self.bucket_start, self.bucket + 1)
+
+    def placing(self, param: BufferParam, rules: BufferRules) -> tuple[Place, Filling]:
+        """Where the next parameter lies, and how far the buffer is filled with it."""
+        at = self._replace(start=_round_up(self.start, PARAM_ALIGNMENT))
+        if param.shared_embedding and at.is_open:
+            at = at.closed(rules)
+        in_file = at.closed_numel + at.start - at.bucket_start
+        place = Place(param.name, param.numel, at.start, in_file, at.bucket)
+        after = at._replace(start=at.start + param.numel, is_open=True)
+        full = rules.bucket_size is not None and after.start - after.bucket_start >= rules.bucket_size
+        return place, after.closed(rules) if full or param.shared_embedding else after
+
+
 def flat_buffer(params: Sequence[BufferParam], rules: BufferRules) -> FlatBuffer:
     """Lay out one buffer: the parameters of one model chunk that have one dtype, dense or expert.
 
@@ -117,31 +157,12 @@ def flat_buffer(params: Sequence[BufferParam], rules: BufferRules) -> FlatBuffer
         params: In registration order.
         rules: Where buckets end.
     """
-    places: list[Place] = []
-    start = bucket_start = closed_numel = bucket = 0
-    open_params = 0
-
-    def close(end: int) -> int:
-        nonlocal bucket_start, closed_numel, bucket, open_params
-        closed_numel += end - bucket_start
-        bucket_start = _round_up(end, rules.divisor)
-        bucket += 1
-        open_params = 0
-        return bucket_start
-
+    places, filling = list[Place](), Filling()
     for param in reversed(params):
-        start = _round_up(start, PARAM_ALIGNMENT)
-        if param.shared_embedding and open_params:
-            start = close(start)
-        places.append(Place(param.name, param.numel, start, closed_numel + start - bucket_start, bucket))
-        open_params += 1
-        start += param.numel
-        full = rules.bucket_size is not None and start - bucket_start >= rules.bucket_size
-        if full or param.shared_embedding:
-            start = close(start)
-    if open_params:
-        close(start)
-    return FlatBuffer(tuple(places), bucket_start, closed_numel)
+        place, filling = filling.placing(param, rules)
+        places.append(place)
+    last = filling.closed(rules) if filling.is_open else filling
+    return FlatBuffer(tuple(places), last.bucket_start, last.closed_numel)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -35,6 +35,7 @@ class DistSession:
         metadata: More of what Megatron-LM calls the content's metadata.
         rng: Whether random states are loaded, where the ranks are the same.
         until: How far it is trained.
+        frozen: Parts of the names of parameters that are not trained.
     """
 
     session: Session
@@ -44,16 +45,19 @@ class DistSession:
     metadata: tuple[tuple[str, Any], ...] = ()
     rng: bool = True
     until: int = END
+    frozen: tuple[str, ...] = ()
 
 
 def observe_dist(wanted: DistSession) -> Observation:
     """Train (or continue), and look closely at iterations 2 and 3; every rank of the layout calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from mcore_rlhf.demo.trainer import Trainer
+    from tests.reference.engine_model_jobs import freezing
     from tests.reference.observing import experts_per_rank, layer_numbers
 
     session = wanted.session
-    trainer = Trainer(session.model, session.parallel, session.training)
+    with freezing(wanted.frozen):
+        trainer = Trainer(session.model, session.parallel, session.training)
     seen = Observation(live_state.coordinates(), layer_numbers(trainer), experts_per_rank(session))
     if wanted.load is not None:
         load(trainer, Path(wanted.load), rng=wanted.rng)

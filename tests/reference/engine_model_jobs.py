@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def freezing(names: tuple[str, ...]) -> Iterator[None]:
-    """Trainers that are built inside have parameters that are not trained."""
+    """Trainers that are built inside have parameters that are not trained: those in whose global names one of the parts is."""
     from mcore_rlhf.demo import trainer
+    from mcore_rlhf.engines.megatron.importing import unwrapped
 
     build = trainer.build_chunk
 
     def frozen(*args: Any) -> Any:
         chunk = build(*args)
-        for name, param in chunk.named_parameters():
-            if any(part in name for part in names):
+        for name, param in unwrapped([chunk])[0].named_parameters():
+            if any(part in _global_name(chunk, name) for part in names):
                 param.requires_grad_(False)
         return chunk
 
@@ -35,6 +37,20 @@ def freezing(names: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         trainer.build_chunk = build
+
+
+def _global_name(chunk: Any, name: str) -> str:
+    """A parameter of a chunk with the numbers that its layer and its expert have in the whole model."""
+    from megatron.core import parallel_state
+
+    from mcore_rlhf.engines.megatron.importing import unwrapped
+    from mcore_rlhf.models.megatron import renumbered
+
+    layer = re.search(r"\bdecoder\.layers\.(\d+)\.", name)
+    (module,) = unwrapped([chunk])
+    ahead = module.decoder.layers[int(layer[1])].layer_number - 1 - int(layer[1]) if layer else 0
+    experts = (module.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    return renumbered(name, ahead, experts * parallel_state.get_expert_model_parallel_rank())
 
 
 def step_on_noise(trainer: Trainer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import pytest
 from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.versions import MEGATRON
-from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.demo.workers import WorkerError, WorkerPool
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
+from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.settings_file import read_settings
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 from tests.reference import dist_jobs
@@ -38,7 +44,7 @@ from tests.reference.dist_jobs import DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_S
 from tests.reference.engine_jobs import load_and_train
 from tests.reference.lab import TIMEOUT, Trained, layout_options, together
 from tests.reference.merge import bits_equal, differences
-from tests.reference.observing import END, LOOK, Session
+from tests.reference.observing import END, LOOK, Session, observe
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Case:
         targets: Layouts to which we convert; only the first two in the quick tests.
         metadata: More of the content's metadata.
         slow: Whether it is left out of the quick tests.
+        frozen: Parts of the names of parameters that are not trained.
     """
 
     name: str
@@ -62,6 +69,7 @@ class Case:
     sharding: str = FULLY_RESHARDABLE
     metadata: tuple[tuple[str, Any], ...] = ()
     slow: bool = False
+    frozen: tuple[str, ...] = ()
 
 
 PACKED = replace(MOE, moe_grouped_gemm=True)
@@ -73,6 +81,9 @@ GPT2 = replace(
     position_embedding_type="learned_absolute",
 )  # fmt: skip
 EP2 = Parallel(ep=2, dp=2)
+APART: tuple[tuple[str, Any], ...] = (("non_homogeneous_layers", True),)
+SINGLY: tuple[tuple[str, Any], ...] = (("singleton_local_shards", True),)
+LOWER = ("embedding", "layers.0.", "layers.1.")
 CASES = [
     Case("cube", SAME_ROWS, CUBE, (CUBE, Parallel(tp=4), Parallel(), Parallel(tp=2), Parallel(pp=2))),
     Case("cube_buckets", SAME_ROWS, CUBE, (CUBE,), sharding=DP_RESHARDABLE),
@@ -98,6 +109,14 @@ CASES = [
     Case("singleton", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), metadata=(("singleton_local_shards", True),), slow=True),
     Case("context", SAME_ROWS, Parallel(cp=2, tp=2), (Parallel(pp=2),), sharding=DP_RESHARDABLE, slow=True),
     Case("no_optimizer", SAME_ROWS, Parallel(tp=2), (Parallel(pp=2),), Training(optimizer="none"), slow=True),
+    Case("frozen_layers", SAME_ROWS, Parallel(tp=2), (Parallel(tp=2), Parallel(pp=2)), metadata=APART, frozen=LOWER),
+    Case("frozen_expert", MOE, EP2, (EP2, Parallel(pp=2)), metadata=SINGLY, frozen=("layers.0.", "local_experts.1.")),
+    Case("frozen_buckets", SAME_ROWS, Parallel(pp=2, vpp=2), (Parallel(tp=2),), WIDE, sharding=DP_RESHARDABLE, frozen=LOWER),
+    Case("frozen_expert_buckets", MOE, EP2, (EP2,), sharding=DP_RESHARDABLE, frozen=("local_experts.3.", "embedding")),
+    Case("frozen_stage", SAME_ROWS, Parallel(pp=2), (Parallel(pp=2), Parallel(tp=2)), metadata=APART, frozen=LOWER),
+    Case("frozen_next_tokens", replace(SAME_ROWS, mtp_num_layers=1), Parallel(pp=2), (Parallel(tp=2),), metadata=APART,
+         frozen=("layers.0.self", "output"), slow=True),
+    Case("frozen_space", SAME_ROWS, CUBE, (Parallel(tp=2),), sharding=MODEL_SPACE, metadata=APART, frozen=("layers.0.",)),
     Case("rows_space", SAME_ROWS, Parallel(tp=2, dp=2), (Parallel(tp=2, dp=2), Parallel()), sharding=MODEL_SPACE),
     Case("experts_space", MOE, EP2, (EP2, Parallel()), sharding=MODEL_SPACE),
     Case("stages_space", SAME_ROWS, CUBE, (CUBE, Parallel(pp=2)), sharding=MODEL_SPACE),
@@ -117,13 +136,13 @@ class DistLab:
         if case.name not in self.trained:
             root = self.folder / case.name
             wanted = dist_jobs.written(case.model, case.parallel, case.training, root, case.sharding)
-            self.trained[case.name] = self._run(replace(wanted, metadata=case.metadata), root)
+            self.trained[case.name] = self._run(replace(wanted, metadata=case.metadata, frozen=case.frozen), root)
         return self.trained[case.name]
 
     def resume(self, root: Path, case: Case, parallel: Parallel, *, rng: bool = True) -> Trained:
         """Load a torch_dist checkpoint with megatron-core, and train on."""
         wanted = dist_jobs.resumed(Session(case.model, parallel, case.training), root)
-        return self._run(replace(wanted, rng=rng), root)
+        return self._run(replace(wanted, rng=rng, frozen=case.frozen), root)
 
     def converted(self, source: Path, name: str, to: str, **write: Any) -> tuple[Path, Job]:
         target = self.folder / name
@@ -233,6 +252,82 @@ def test_megatron_core_loads_our_flat_buckets_and_trains_on(case: Case, dist_lab
         assert differences(source.models[LOOK], resumed.models[LOOK]) == []
         tolerance = LOSS_TOLERANCE[case.model.dtype]
         assert resumed.losses == pytest.approx({step: source.losses[step] for step in (3, 4)}, rel=tolerance)
+
+
+def test_what_of_flat_buckets_was_frozen_is_asked_where_values_do_not_tell(dist_lab: DistLab) -> None:
+    """Norms that training has not moved yet are all alike: one layer's may lie where another's would."""
+    case = Case("alike", SAME_ROWS, Parallel(dp=2), (), sharding=DP_RESHARDABLE, frozen=("layers.0.",))
+    root = dist_lab.train(case).root
+    with pytest.raises(
+        LayoutMismatch, match=r"decoder\.layers\.0\..*norm\.weight, decoder\.layers\.1\..*norm\.weight cannot be told"
+    ):
+        opened(root / "dist")
+    told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((Rule("decoder.layers.0.*", trainable=False),))))
+    assert_equal(told, opened(root / "legacy"))
+
+
+def test_a_stage_whose_buffers_are_gone_was_not_frozen(dist_lab: DistLab, tmp_path: Path) -> None:
+    """Megatron itself counts the buffers of each group: a frozen stage has none."""
+    source = dist_lab.train(next(case for case in CASES if case.name == "frozen_buckets")).root / "dist"
+    root = Path(shutil.copytree(source, tmp_path / "less"))
+    assert not opened(root).model.params[0].trainable
+    file = next(root.glob("iter_*/.metadata"))
+    metadata = pickle.loads(file.read_bytes())
+    gone = [key for key in metadata.state_dict_metadata if "dp_group_idx_1.gbuf_idx" in key]
+    for key in gone:
+        del metadata.state_dict_metadata[key]
+    metadata.storage_data = {at: place for at, place in metadata.storage_data.items() if at.fqn not in gone}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="data-parallel group"):
+        opened(root)
+
+
+def forecast_of(root: Path, *options: str) -> Forecast:
+    """What ``will-resume`` says of a run with such options."""
+    file = root.parent / "arguments.txt"
+    file.write_text(" ".join(("--use-mcore-models", *options)))
+    return forecast(root, loader_named("megatron-lm")[0], read_settings(file))
+
+
+def test_will_resume_says_that_adam_begins_anew_where_the_first_rank_trains_nothing(dist_lab: DistLab) -> None:
+    case = next(case for case in CASES if case.name == "frozen_stage")
+    source = dist_lab.train(case)
+    resumed = dist_lab.resume(source.root / "dist", case, case.parallel)
+    assert resumed.losses != {step: source.losses[step] for step in (3, 4)}
+    said = [one.row for one in forecast_of(source.root / "dist").roles[""] if one.row.outcome.is_loss]
+    assert [(row.outcome, "bias correction begins anew" in row.why) for row in said] == [(Outcome.ANEW, True)]
+    ours, _ = dist_lab.converted(source.root / "dist", "frozen_stage_ours", "megatron-dist")
+    assert forecast_of(ours).resumes
+
+
+@pytest.mark.parametrize(
+    ("training", "sharding"), [(ADAM, DP_RESHARDABLE), (ADAM, FULLY_RESHARDABLE), (PLAIN, FULLY_RESHARDABLE)]
+)
+@pytest.mark.parametrize(("was", "now"), [("bf16", "fp16"), ("fp32", "bf16")])
+def test_will_resume_says_what_another_type_does(
+    training: Training, sharding: str, was: str, now: str, dist_lab: DistLab
+) -> None:
+    case = Case(
+        f"{training.optimizer}_{sharding}_{was}", replace(SAME_ROWS, dtype=was), Parallel(), (), training, sharding
+    )
+    root, other = dist_lab.train(case).root, replace(case, model=replace(case.model, dtype=now))
+    loads = {
+        "dist": lambda: dist_lab.resume(root / "dist", other, case.parallel, rng=False),
+        "legacy": lambda: dist_lab.pool.run(
+            observe,
+            Session(other.model, case.parallel, training, load=str(root / "legacy")),
+            world_size=1,
+            timeout=TIMEOUT,
+        ),
+    }
+    for kind, load in loads.items():
+        found = forecast_of(root / kind, f"--{now}")
+        assert Thing.DTYPE in {one.thing for one in found.roles[""]}
+        if found.stops:
+            with pytest.raises(WorkerError):
+                load()
+        else:
+            load()
 
 
 @pytest.mark.skipif(MEGATRON < (0, 17, 1), reason="integrity.json came with 0.17.1")

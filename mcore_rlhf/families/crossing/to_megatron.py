@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, Shape
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, Shape
 from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
@@ -335,9 +335,18 @@ class _InMegatron:
         placed = {"global_samples", *_ENGINE_VALUES}
         return sorted(key for key, value in self.source.state.other.items() if key not in placed and value is not None)
 
-    def strange_states(self) -> list[str]:
-        """States of an optimizer that Megatron does not have: it has Adam, Lion, SGD and Muon."""
-        return [state for state in self.source.states if state not in (*ADAMS, MOMENTUM)]
+    def strange_states(self) -> Values | None:
+        """States of an optimizer that Megatron does not have, which has Adam, Lion, SGD and Muon; and what it makes of the others.
+
+        Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``load_parameter_state_from_dp_zero``, ``sharded_state_dict``),
+        which wants both moments.
+        """
+        found = [state for state in self.source.states if state not in (*ADAMS, MOMENTUM)]
+        goes_on = {EXP_AVG, EXP_AVG_SQ} <= {*self.source.states}
+        then = (
+            "It goes on as Adam" if goes_on else "It stops where it loads them: start a new optimizer (--no-load-optim)"
+        )
+        return {"states": ", ".join(found), "then": then} if found else None
 
     def strange_numbers(self) -> list[str]:
         """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``."""
@@ -407,8 +416,8 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     CARRIED_FIELDS.of_part(lambda s: undeclared_fields(s.config, s.relation.architecture, s.options.ignore_fields)),
     Rule(Fate.LOST, "{doubt}", lambda s: [{"doubt": doubt} for doubt in doubts(s.args)]),
     *(rule.of_part(lambda s: s.dealt) for rule in OF_MEGATRON),
-    Rule(Fate.NOTE, "{states}: no optimizer of Megatron's keeps such states; they lie in its files, for the way back",
-         lambda s: {"states": ", ".join(found)} if (found := s.strange_states()) else None),
+    Rule(Fate.LOST, "{states}: no optimizer of Megatron's keeps such states, and none goes on with them; they lie in its files, for the "
+         "way back. {then}", lambda s: s.strange_states()),
     Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
          lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
     Rule(Fate.LOST, "lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler",

@@ -67,7 +67,7 @@ def buffers(
                 found.setdefault((vpp_rank, param.dtype.name), []).append(param)
     result = []
     for (vpp_rank, _), inside in found.items():
-        rules = _rules(args, parallel, bool(member.expert), rank_numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
+        rules = rules_of(args, parallel, bool(member.expert), rank_numel, bucketed=at.pp_rank == 0 and vpp_rank == 0)
         flat = flat_buffer([BufferParam(p.name, p.numel, p.shared_embedding) for p in inside], rules)
         result.append(LocalBuffer(vpp_rank, inside[0].dtype, flat))
     return result
@@ -84,7 +84,16 @@ def grad_dtype(args: Arguments, param_dtype: DType) -> DType:
     return FLOAT32 if args.flag("accumulate_allreduce_grads_in_fp32", default=True) else param_dtype
 
 
-def _rules(args: Arguments, parallel: ParallelConfig, expert: bool, numel: int, bucketed: bool) -> BufferRules:
+def rules_of(args: Arguments, parallel: ParallelConfig, expert: bool, numel: int, bucketed: bool) -> BufferRules:
+    """Where the buckets of a buffer end.
+
+    Args:
+        args: The run's arguments.
+        parallel: The degrees.
+        expert: Whether it is one of experts.
+        numel: Elements of all parameters of the rank.
+        bucketed: Whether it is of the first model chunk of the first stage, which alone has several.
+    """
     overlapped = args.flag("overlap_grad_reduce") and not args.flag("overlap_param_gather_with_optimizer_step")
     return bucket_rules(
         data_parallel=sharing_ranks(args, parallel, expert),

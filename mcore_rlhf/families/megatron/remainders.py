@@ -255,7 +255,7 @@ def are_remainders(stored: Iterable[tuple[TensorEntry, TensorEntry]], files: Sou
     for master, param in stored:
         if param.dtype != BFLOAT16 or not param.chunks or not master.chunks:
             continue
-        box = _sampled(master.primary()[0].box)
+        box = sampled(master.primary()[0].box)
         values = words_of(master, box, FLOAT32, files)
         if not _are_remainders(values.view(np.float32)):
             return False
@@ -264,7 +264,7 @@ def are_remainders(stored: Iterable[tuple[TensorEntry, TensorEntry]], files: Sou
     return False
 
 
-def _sampled(box: Box) -> Box:
+def sampled(box: Box) -> Box:
     """The first elements of a box, whole rows of it where they are few."""
     rows = max(1, _SAMPLE // max(1, prod(box.shape[1:])))
     return Box(box.offset, (min(rows, box.shape[0]), *box.shape[1:])) if box.shape else box

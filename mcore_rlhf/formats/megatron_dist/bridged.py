@@ -38,7 +38,7 @@ from mcore_rlhf.storage.dcp.metadata import TensorMeta
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .folders import DistFolder
-from .names import spelling_of_names, stacked
+from .names import as_keys_are, spelling_of_names, stacked
 
 _DIVISOR = "make_vocab_size_divisible_by"
 _OF_A_RUN = ("iteration", "consumed_train_samples", "seed")
@@ -131,6 +131,8 @@ def with_weights(folder: DistFolder, seen: Source, args: Arguments) -> DistFolde
     """
     model = seen.model
     spelling = spelling_of_names([spec.name for spec in model.params], args)
+    if states := {key for keys in folder.tensors.values() for key in keys}:
+        spelling = as_keys_are(spelling, states)
     homes = (
         (spec, place) for spec in model.params for place in stacked(spec, spelling, model.num_layers, model.num_experts)
     )

@@ -48,21 +48,22 @@ from .objects import model_ranks
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Where = tuple[int, int, int]
+Where = tuple[int, int, int]
 """Chained optimizer, data-parallel group, buffer."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class BufferPlace:
     """Where one rank's part of a parameter lies in a buffer."""
 
     item: LocalItem
-    buffer: _Where
+    buffer: Where
     start: int
     numel: int
 
     @property
     def stop(self) -> int:
+        """One past its last element."""
         return self.start + self.numel
 
     def chunks(self, record: Record, at: int, low: int, start: int, stop: int) -> Iterator[Chunk]:
@@ -90,10 +91,10 @@ class _Place:
 class _GroupBuffer:
     """A buffer of a data-parallel group."""
 
-    where: _Where
+    where: Where
     dtype: DType
     flat: FlatBuffer
-    places: tuple[_Place, ...]
+    places: tuple[BufferPlace, ...]
 
     def buckets(self) -> list[tuple[int, int, int]]:
         """Of every bucket: its first element, its elements, and how many they are with the padding behind them in memory."""
@@ -126,27 +127,29 @@ def buffer_groups(blueprint: Blueprint) -> Iterator[BufferGroup]:
         rank = RankLayout(blueprint, at, "")
         items = {(item.vpp_rank, item.item.name): item for item in rank.items}
         for number, member in enumerate(rank.chained):
-            if not (_first_of_experts(at, parallel) if member.expert else at.holds_dense_optimizer):
+            if not holds_first(at, member, parallel):
                 continue
-            group, found = _group(at, member, parallel), list[_GroupBuffer]()
+            group, found = group_of(at, member, parallel), list[_GroupBuffer]()
             for index, buffer in enumerate(rank.local_buffers[number]):
                 where, vpp_rank = (number, group, index), buffer.vpp_rank
-                places = (_Place(items[vpp_rank, p.name], where, p.file_start, p.numel) for p in buffer.flat.places)
+                places = (
+                    BufferPlace(items[vpp_rank, p.name], where, p.file_start, p.numel) for p in buffer.flat.places
+                )
                 found.append(_GroupBuffer(where, buffer.dtype, buffer.flat, tuple(places)))
             sharing = sharing_ranks(blueprint.args, parallel, bool(member.expert))
             yield BufferGroup(number, group, sharing, tuple(found))
 
 
-def _group(at: FileRank, member: ChainedOptimizer, parallel: ParallelConfig) -> int:
+def group_of(at: FileRank, member: ChainedOptimizer, parallel: ParallelConfig) -> int:
     """The number of the data-parallel group: the rank in the group of all that differ in nothing but data parallelism."""
     if member.expert:
         return (at.pp_rank * parallel.ep + at.ep_rank) * parallel.etp + at.etp_rank
     return at.pp_rank * parallel.tp + at.tp_rank
 
 
-def _first_of_experts(at: FileRank, parallel: ParallelConfig) -> bool:
-    """Whether a rank is the first that has its part of the experts."""
-    return at.rank % parallel.stage_size < parallel.etp * parallel.ep
+def holds_first(at: FileRank, member: ChainedOptimizer, parallel: ParallelConfig) -> bool:
+    """Whether a rank is the first that has its part of what a chained optimizer trains."""
+    return at.rank % parallel.stage_size < parallel.etp * parallel.ep if member.expert else at.holds_dense_optimizer
 
 
 _Part = tuple[int, int, DcpTensor, Box]
@@ -154,7 +157,7 @@ _Part = tuple[int, int, DcpTensor, Box]
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredBuffer:
     """A whole buffer of one state, as it was stored.
 
     Args:
@@ -168,7 +171,7 @@ class _Stored:
     lows: tuple[int, ...]
 
     @classmethod
-    def of(cls, buckets: Sequence[DcpTensor]) -> _Stored:
+    def of(cls, buckets: Sequence[DcpTensor]) -> StoredBuffer:
         """The buffer that is made of buckets."""
         starts = accumulate((bucket.global_shape[0] for bucket in buckets), initial=0)
         first = list(starts)
@@ -192,6 +195,11 @@ class _Stored:
         at = bisect_left(self.lows, start)
         return at < len(self.lows) and self.lows[at] == start
 
+    def ends(self, stop: int) -> bool:
+        """Whether a part ends there."""
+        at = bisect_left(self.lows, stop) - 1
+        return at >= 0 and self.parts[at][1] == stop
+
 
 @dataclass(slots=True)
 class FlatStates:
@@ -200,12 +208,13 @@ class FlatStates:
     Args:
         folder: The checkpoint.
         states: Names of the states.
+        buffers: As they are stored, once they are collected.
     """
 
     folder: DistFolder
     states: tuple[str, ...]
-    _places: dict[str, list[_Place]] = field(default_factory=dict)
-    _buffers: dict[tuple[_Where, str], _Stored] = field(default_factory=dict)
+    _places: dict[str, list[BufferPlace]] = field(default_factory=dict)
+    buffers: dict[tuple[Where, str], StoredBuffer] = field(default_factory=dict)
 
     def add(self, blueprint: Blueprint) -> None:
         """Lay out the buffers of all ranks as the run had them.
@@ -216,7 +225,7 @@ class FlatStates:
         Raises:
             LayoutMismatch: The buckets that are stored are not of those sizes; all problems together.
         """
-        self._collect()
+        self.collect()
         problems, members = Problems(), {key.member for key in self.folder.flat}
         for group in buffer_groups(blueprint):
             for buffer in group.buffers if group.member in members else ():
@@ -232,25 +241,28 @@ class FlatStates:
         """The type of a state of a parameter, or None where it lies in no bucket."""
         if param not in self._places or state not in self.states:
             return None
-        return self._buffers[self._places[param][0].buffer, state].parts[0][2].dtype
+        return self.buffers[self._places[param][0].buffer, state].parts[0][2].dtype
 
     def chunks(self, param: str, state: str) -> Iterator[Chunk]:
         """Where a state of a parameter lies."""
         for place in self._places.get(param, ()) if state in self.states else ():  # another optimizer's has none here
-            buffer = self._buffers[place.buffer, state]
-            for low, high, tensor, box in buffer.within(place.start, place.stop):
-                chunk = tensor.folder.chunk(tensor, box)
-                start, stop = max(low, place.start), min(high, place.stop)
-                yield from place.chunks(chunk.record, chunk.start, low, start, stop)
+            yield from self.chunks_at(place, state)
 
-    def _collect(self) -> None:
+    def chunks_at(self, place: BufferPlace, state: str) -> Iterator[Chunk]:
+        """Where a state lies whose place is known."""
+        for low, high, tensor, box in self.buffers[place.buffer, state].within(place.start, place.stop):
+            chunk = tensor.folder.chunk(tensor, box)
+            start, stop = max(low, place.start), min(high, place.stop)
+            yield from place.chunks(chunk.record, chunk.start, low, start, stop)
+
+    def collect(self) -> None:
         """The buckets of every buffer, in order."""
-        buckets: dict[tuple[_Where, str], dict[int, DcpTensor]] = {}
+        buckets: dict[tuple[Where, str], dict[int, DcpTensor]] = {}
         for key, tensor in self.folder.flat.items():
             state = MASTER if key.state == "param" else key.state
             buckets.setdefault(((key.member, key.group, key.buffer), state), {})[key.bucket] = tensor
         for where, found in buckets.items():
-            self._buffers[where] = _Stored.of([found[bucket] for bucket in sorted(found)])
+            self.buffers[where] = StoredBuffer.of([found[bucket] for bucket in sorted(found)])
 
     def _add(self, buffer: _GroupBuffer, problems: Problems) -> None:
         member, group, index = buffer.where
@@ -258,7 +270,7 @@ class FlatStates:
             f"{self.folder.located.folder}: buffer {index} of data-parallel group {group}, chained optimizer {member}"
         )
         for state in self.states:
-            stored = self._buffers.get((buffer.where, state))
+            stored = self.buffers.get((buffer.where, state))
             if stored is None:
                 problems.add(
                     Unsupported,
@@ -273,7 +285,7 @@ class FlatStates:
                     _ADVICE,
                 )
                 return
-        first = self._buffers[buffer.where, self.states[0]]
+        first = self.buffers[buffer.where, self.states[0]]
         for place in buffer.places:
             if not first.begins(place.start):
                 problems.add(
@@ -305,7 +317,7 @@ class _Range:
 
     start: int
     stop: int
-    place: _Place | None
+    place: BufferPlace | None
 
     @property
     def numel(self) -> int:
@@ -456,7 +468,7 @@ class BucketContents:
         self.objects += (ObjectItem(fqn, saved([value], fqn)) for fqn, value in named.items())
 
 
-def _ranges(places: Sequence[_Place], first: int, numel: int, share: int) -> tuple[_Range, ...]:
+def _ranges(places: Sequence[BufferPlace], first: int, numel: int, share: int) -> tuple[_Range, ...]:
     """A bucket cut where parameters begin and end, and where a rank's share does.
 
     Args:

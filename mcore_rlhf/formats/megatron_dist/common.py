@@ -19,6 +19,7 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stored import Namespace
 
+from .names import Spelling
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, SHARDING
 
 
@@ -61,12 +62,13 @@ def of_model(tree: Tree) -> Tree:
     return {key: value for key, value in tree.items() if key not in (_OPTIMIZER, _SCHEDULER)}
 
 
-def common_tree(run: NewRun, first: FileRank) -> Tree:
+def common_tree(run: NewRun, first: FileRank, spelling: Spelling) -> Tree:
     """The content of ``common.pt``.
 
     Args:
         run: The checkpoint that is to be written.
         first: The rank that writes the file.
+        spelling: Which keys its parameters have.
     """
     state, tree = run.source.state, Tree()
     args = run.arguments(first)
@@ -79,18 +81,28 @@ def common_tree(run: NewRun, first: FileRank) -> Tree:
     if state.scheduler is not None:
         tree[_SCHEDULER] = state.scheduler
     tree.update((key, value) for key, value in state.other.items() if key not in (*tree, KEY))
-    tree[CONTENT] = _content(run)
+    tree[CONTENT] = _content(run, spelling)
     return tree
 
 
-def _content(run: NewRun) -> dict[str, object]:
-    """By which Megatron builds its state dictionary when it loads."""
+def _content(run: NewRun, spelling: Spelling) -> dict[str, object]:
+    """By which Megatron builds its state dictionary when it loads.
+
+    Source: megatron-core 0.13.1 and 0.19.2, ``transformer/transformer_block.py`` (``sharded_state_dict``): layers have keys of their own
+    where the metadata, or the model, says so.
+    """
     sharding: dict[str, object] = {}
     if run.choices.optimizer in (DISTRIBUTED, LAYER_WISE):
         sharding = {CONTENT_SHARDING: sharding_of(run)}
     if sharding.get(CONTENT_SHARDING) == FULLY_RESHARDABLE:
         sharding["distrib_optim_fully_reshardable_mem_efficient"] = False
-    return {**sharding, "singleton_local_shards": False, "chained_optim_avoid_prefix": not prefixed(run)}
+    apart = {} if spelling.stacked else {"non_homogeneous_layers": True}
+    return {
+        **sharding,
+        **apart,
+        "singleton_local_shards": spelling.singleton,
+        "chained_optim_avoid_prefix": not prefixed(run),
+    }
 
 
 def prefixed(run: NewRun) -> bool:

@@ -56,7 +56,7 @@ def _buckets(folder: DistFolder, args: Arguments) -> Iterator[str]:
     states = states_in(list(folder.flat))
     wanted = {MASTER, EXP_AVG, *({EXP_AVG_SQ} if by_adam(args.values) else ())}
     for state in sorted(wanted - states) if states else ():
-        yield f"the buckets of the optimizer have no {state}, which a distributed optimizer always saves"
+        yield f"the buckets of the optimizer have no {state}, which a distributed optimizer has from its first step on"
 
 
 def _opaque(folder: DistFolder, objects: Mapping[str, Sequence[ShardKey]]) -> Iterator[str]:

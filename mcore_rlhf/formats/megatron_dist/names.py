@@ -17,7 +17,7 @@ Sources: megatron-core 0.16.1, ``transformer/transformer_block.py`` (``sharded_s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate, product
@@ -140,8 +140,15 @@ _EXPERTS = {
 _CONV = tuple(_Row(f"mixer.conv1d_{kind}", f"mixer.conv1d.{kind}") for kind in ("weight", "bias"))
 _INNER = (_Row("mtp.layers.{n}.mtp_model_layer.", "mtp.layers.{n}.transformer_layer."),)
 """Source: megatron-core 0.17.1 to 0.19.2, ``transformer/multi_token_prediction.py`` (``sharded_state_dict``); hybrid models keep it."""
-_SINGLETON_EXPERTS = (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),)
-_HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_([wv])")
+_SINGLETON_EXPERTS = {
+    Experts.SEQUENTIAL: (_Row("mlp.experts.local_experts.{n}.", "mlp.experts.experts.{n}."),),
+    Experts.GROUPED: tuple(
+        replace(row, key=row.key.replace(".experts.experts.", ".experts.experts.{n}."))
+        for row in _EXPERTS[Experts.GROUPED]
+    ),
+}
+_HALVES = "wv"
+_HALF = re.compile(rf"(.*\blinear_fc1\.(?:weight|bias)\d*)_([{_HALVES}])")
 _BLOCKS = tuple(
     (re.compile(rf"((?:.*\.)?{whole})(?:\.(\w+))?"), fused.blocks)
     for whole, fused in (
@@ -161,8 +168,8 @@ def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
     layers = (_LAYERS,) if spelling.stacked else ()
     norms = _NORMS if spelling.separate_norms else ()
     experts = _EXPERTS[spelling.experts]
-    if spelling.singleton and spelling.experts is Experts.SEQUENTIAL:
-        experts = _SINGLETON_EXPERTS
+    if spelling.singleton:
+        experts = _SINGLETON_EXPERTS.get(spelling.experts, experts)
     inner = _INNER if spelling.inner_layer else ()
     return (*layers, *inner, *norms, *experts, *(_CONV if spelling.conv_parameters else ()))
 
@@ -197,7 +204,7 @@ def _whole_of(key: str, spelling: Spelling) -> tuple[str, int | None]:
     """The key of the whole parameter, and which part of it lies at this one; None for all of it."""
     halved = _HALF.fullmatch(key) if spelling.singleton else None
     if halved:
-        return halved.group(1), "wv".index(halved.group(2))
+        return halved.group(1), _HALVES.index(halved.group(2))
     for pattern, blocks in _BLOCKS:
         match = pattern.fullmatch(key)
         if match and match.group(2) in blocks:
@@ -250,6 +257,9 @@ def homes_of(spec: ParamSpec, spelling: Spelling) -> list[tuple[Home, int, int]]
             "not written\nConvert to megatron (--ckpt-format torch), which has it as one."
         )
     blocks = blocks_of(home.key)
+    if spelling.singleton and spec.partition.blocks == len(_HALVES) and _HALF.fullmatch(f"{home.key}_{_HALVES[0]}"):
+        half = rows // len(_HALVES)
+        return [(replace(home, key=f"{home.key}_{name}"), at * half, half) for at, name in enumerate(_HALVES)]
     if not blocks:
         return [(home, 0, rows)]
     if tuple(name for name, _ in spec.partition.parts) != blocks:
@@ -297,12 +307,40 @@ def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
         keys: Of the model's tensors.
         args: The run's arguments.
     """
-    listed = list(keys)
-    numbered = any(re.match(r"decoder\.layers\.\d+\.", key) for key in listed)
-    singleton = any(_HALF.fullmatch(key) for key in listed)
     local = not args.transformer_engine and not args.flag("multi_latent_attention")
     inner = args.pattern is None and "hybrid_layer_pattern" in args.values  # which came with 0.17 as well
-    return Spelling(local, _experts_of(args), not numbered, singleton, since_0_19(args.values), inner)
+    found = Spelling(local, _experts_of(args), stacked=True, conv_parameters=since_0_19(args.values), inner_layer=inner)
+    return as_keys_are(found, keys)
+
+
+def as_keys_are(spelling: Spelling, keys: Iterable[str]) -> Spelling:
+    """What decides, with what keys themselves tell: whether layers, experts and halves of gated matrices are one by one.
+
+    Args:
+        spelling: What decides otherwise.
+        keys: Of the model's tensors, or of states of theirs.
+    """
+    listed = list(keys)
+    numbered = any(re.match(r"decoder\.layers\.\d+\.", key) for key in listed)
+    return replace(spelling, stacked=not numbered, singleton=any(_HALF.fullmatch(key) for key in listed))
+
+
+def without_holes(spelling: Spelling, states: Mapping[str, Hashable]) -> Spelling:
+    """What decides where layers, or experts of a layer, differ in their states: those have keys of their own.
+
+    A state of stacked layers is one tensor, and Megatron saves none that has holes. Source: megatron-core 0.19.2,
+    ``dist_checkpointing/validation.py`` (``_validate_sharding_for_key``).
+
+    Args:
+        spelling: What decides otherwise.
+        states: Those of each parameter, by name.
+    """
+    apart = replace(spelling, stacked=False)
+    for found in (spelling, apart):
+        stacks: dict[str, Hashable] = {}
+        if all(stacks.setdefault(home_of(name, found).key, own) == own for name, own in states.items()):
+            return found
+    return replace(apart, singleton=True)
 
 
 def _experts_of(args: Arguments) -> Experts:

@@ -297,7 +297,9 @@ class Objects:
         for layer in layers:
             for suffix in EXPERT_STATES:
                 home = home_of(layer + suffix, self.spelling)
-                yield from (self._shard(Home(home.key, (*home.index, expert))) for expert in experts)
+                for expert in experts:
+                    own = home.key.replace(".experts.experts.", f".experts.experts.{expert}.")
+                    yield self._shard(Home(own) if self.spelling.singleton else Home(home.key, (*home.index, expert)))
 
     def _shard(self, home: Home) -> ShardKey:
         """Which part of which object lies at a home; an object in one piece is part 0 of 1."""

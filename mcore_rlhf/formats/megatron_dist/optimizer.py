@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import ADAMS, FLOAT32, MASTER, PARAM, Shape
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
-from mcore_rlhf.families.megatron.groups import inner_state, is_matrix, merged_groups
+from mcore_rlhf.families.megatron.groups import by_adam, inner_state, is_matrix, merged_groups
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.spec import ParamSpec
 
@@ -90,6 +92,47 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
         states, tuple(state for state in states if state in flat), odd, _scalars(folder, members),
         by_size=kind == LAYER_WISE and not flat and not _has_distributed(folder),
     )  # fmt: skip
+
+
+_STEP = "step"
+
+
+def with_steps(
+    values: OptimizerValues, args: Arguments, iteration: int, scheduler: Mapping[str, object] | None, notes: Report
+) -> tuple[ParamGroup, ...]:
+    """The param groups, with the number of steps in those that lack it: they are the first rank's, and a group of which that trains no
+    parameter takes no step there. Of such a folder Megatron itself goes on with Adam's bias correction begun anew, and says nothing.
+
+    Source: megatron-core 0.19.2, ``optimizer/distrib_optimizer.py`` (``sharded_state_dict``, ``load_state_dict``); Transformer Engine,
+    ``pytorch/optimizers/fused_adam.py`` (``step``: groups without parameters are left out).
+
+    Args:
+        values: What was read of the optimizer.
+        args: The run's arguments.
+        iteration: The checkpoint's.
+        scheduler: The schedule's state, which counts the samples of all updates.
+        notes: Told where the number is from.
+    """
+    lacking = [group for group in values.groups if group.fields.get(_STEP) is None]
+    if not (iteration and lacking and by_adam(args.values)) or _STEP in values.scalars:
+        return values.groups
+    said, text = {group.fields.get(_STEP) for group in values.groups} - {None}, "the others"
+    if not said and (batch := args.optional("global_batch_size")) and scheduler:
+        said, text = (
+            ({iteration} if scheduler.get("num_steps") == iteration * batch else set()),
+            "the iteration and the schedule",
+        )
+    step = next(iter(said)) if len(said) == 1 else None
+    become = f"are at step {step}, as {text} say" if step else "have no step, and Adam's bias correction begins anew"
+    notes.add(
+        Fate.NOTE,
+        f"{len(lacking)} of {len(values.groups)} param groups {become}: the first rank, whose they are, trains no parameter of theirs; "
+        "from the source itself Megatron begins the bias correction anew",
+    )
+    fill = {} if step is None else {_STEP: step}
+    return tuple(
+        replace(group, fields={**group.fields, **fill}) if group in lacking else group for group in values.groups
+    )
 
 
 def _has_distributed(folder: DistFolder) -> bool:

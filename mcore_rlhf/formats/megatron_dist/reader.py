@@ -15,7 +15,7 @@ from mcore_rlhf.core.catalog import (
     PARAM,
 )
 from mcore_rlhf.core.facts import Fate
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
@@ -32,7 +32,7 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState, note_frozen
+from mcore_rlhf.families.source import Source, StoredFile, TrainingState, note_frozen, open_bytes
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -56,6 +56,7 @@ from .optimizer import (
     OptimizerValues,
     read_optimizer,
     trained_states,
+    with_steps,
 )
 from .parameters import Parameters, SpecFinder
 from .run_config import TRAIN_STATE, UNTIED, TrainState, arguments_beside, train_state_beside
@@ -308,18 +309,39 @@ class _DistReader:
         chunks = model_chunks(model.num_layers, parallel.pp, parallel.vpp, split, model.mtp_layers)
         choices = NewLayout(parallel, split, model.padded_vocab_size, None, DISTRIBUTED, "drop")
 
+        def blueprint(trained: ModelSpec) -> Blueprint:
+            return Blueprint(role, trained, self.args, choices, chunks, order, (), {})
+
         def laid_out(trained: ModelSpec) -> FlatStates:
             flat = FlatStates(self.folder, self.optimizer.flat)
-            flat.add(Blueprint(role, trained, self.args, choices, chunks, order, (), {}))
+            flat.add(blueprint(trained))
             return flat
 
         try:
             return laid_out(model)
-        except LayoutMismatch:
-            alone = adapters_alone(model)
-            if alone is None:
+        except (LayoutMismatch, Unsupported):
+            part = adapters_alone(model) or self._trained_part(model, blueprint(model))
+            if part is None:
                 raise
-            return laid_out(alone)
+            return laid_out(part)
+
+    def _trained_part(self, model: ModelSpec, whole: Blueprint) -> ModelSpec | None:
+        """The model with those parameters trained whose masters lie in flat buffers; None where that cannot be told."""
+        from .trained import trained_in  # needs numpy
+
+        if self.weights is not None or not {PARAM, MASTER} <= {PARAM, *self.optimizer.flat}:
+            return None
+        params = DistTensors(
+            role=whole.role, model=model, states=(), homes=self.parameters.homes, tensors={PARAM: self.folder.model},
+            axes=self.parameters.axes,
+        )  # fmt: skip
+        flat = FlatStates(self.folder, self.optimizer.flat)
+        flat.collect()
+        with open_bytes(self.folder.located.root, None) as files:
+            found = trained_in(flat, whole, params.table(), files)
+        return (
+            model.having(replace(s, trainable=s.trainable and s.name in found) for s in model.params) if found else None
+        )
 
     def _own_states(self, model: ModelSpec, flat: FlatStates | None) -> dict[str, tuple[str, ...]]:
         """The states of every parameter that has some."""
@@ -356,11 +378,12 @@ class _DistReader:
         top, located = self.folder.top, self.folder.located
         scheduler = scheduler_in(top, self.notes)
         note_scheduler(self.optimizer.kind, scheduler, self.notes)
+        iteration = self._iteration()
         return TrainingState(
-            iteration=self._iteration(),
+            iteration=iteration,
             release=located.release,
             args=dict(self.args.values),
-            groups=self.optimizer.groups,
+            groups=with_steps(self.optimizer, self.args, iteration, scheduler, self.notes),
             scheduler=None if scheduler is None else dict(scheduler),
             grad_scaler=self.optimizer.scaler,
             other={**{key: value for key, value in top.items() if key not in _PLACED}, **beside},

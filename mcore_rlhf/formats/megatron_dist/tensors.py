@@ -1,10 +1,13 @@
-"""Where the elements of every tensor of a ``torch_dist`` checkpoint lie: slices of stacked tensors, computed when asked for."""
+"""Where the elements of every tensor of a ``torch_dist`` checkpoint lie: slices of stacked tensors, computed when asked for; and the
+cells in which old releases have them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 
 from mcore_rlhf.core.catalog import PARAM, Box, Chunk, Shape, TensorName, dot, flat_boxes, row_major
 from mcore_rlhf.core.chunks import Chunks
@@ -141,3 +144,34 @@ class DistTensors(MegatronTensors):
             whole = self.tensors[PARAM][key].global_shape
             self._slices[state, key] = Slices(tensor, whole, self.axes[key])
         return self._slices[state, key]
+
+
+def even_cells(boxes: Sequence[Box], first: int, shape: Shape) -> tuple[Box, ...]:
+    """The boxes that lie within some rows of a parameter, if a grid of equal cells is what they are; else the rows as a whole.
+
+    Args:
+        boxes: All of the parameter's.
+        first: The first of the rows.
+        shape: Of the rows.
+    """
+    inside = tuple(box for box in boxes if first <= box.offset[0] < first + shape[0])
+    whole = Box((first, *(0,) * (len(shape) - 1)), shape)
+    cell = inside[0].shape if inside else shape
+    starts = (zip((box.offset[0] - first, *box.offset[1:]), cell, strict=True) for box in inside)
+    even = (
+        all(cell) and {box.shape for box in inside} == {cell} and not any(at % n for pairs in starts for at, n in pairs)
+    )
+    return inside if even and sum(box.numel for box in inside) == prod(shape) else (whole,)
+
+
+def gridded(shape: Shape, cell: Shape) -> Shape:
+    """The shape in which megatron-core before 0.16 stores flattened cells: how many there are along each axis, and their elements.
+
+    Source: megatron-core 0.13.1, ``dist_checkpointing/strategies/torch.py`` (``sharded_tensor_to_torch_sharded_tensor``).
+
+    Args:
+        shape: The whole, with the axes of layers and experts before a parameter's own.
+        cell: A cell of a parameter.
+    """
+    axes = len(shape) - len(cell)
+    return (*shape[:axes], *(whole // n if n else 1 for whole, n in zip(shape[axes:], cell, strict=True)), prod(cell))

@@ -33,9 +33,9 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import is_matrix
+from mcore_rlhf.families.megatron.groups import by_adam, is_matrix
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
@@ -58,11 +58,12 @@ from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, o
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
-from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked
+from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked, without_holes
 from .objects import RULES as OF_OBJECTS
 from .objects import DistState, Objects, rng_ranks
 from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE
 from .split import contents_of
+from .tensors import even_cells, gridded
 
 
 def dist_target(source: Source, options: WriteOptions, weights: Format) -> Target:
@@ -79,10 +80,33 @@ def dist_target(source: Source, options: WriteOptions, weights: Format) -> Targe
     if options.like is not None and options.run_of.parts is None:
         raise UsageError("--like: a Megatron checkpoint depends on nothing that another one would show\nLeave it out.")
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
-    spelling = spelling_of_names([spec.name for spec in source.model.params], run.family.args)
+    spelling = _spelling(run)
     parts = options.run_of.parts
     bridged = bridged_target(run, weights) if parts is not None and not parts.model else None
     return _DistWriter(run, spelling, source.model.num_layers, bridged).target()
+
+
+def _usual_spelling(run: NewRun) -> Spelling:
+    return spelling_of_names([spec.name for spec in run.source.model.params], run.family.args)
+
+
+def _spelling(run: NewRun) -> Spelling:
+    """Which keys the parameters have: where some of a kind are frozen, layers and experts have keys of their own.
+
+    Raises:
+        Unsupported: Experts would need them in a checkpoint for releases that have none.
+    """
+    params, usual = run.source.model.params, _usual_spelling(run)
+    if run.choices.optimizer is None or sharding_of(run) == DP_RESHARDABLE or all(spec.trainable for spec in params):
+        return usual
+    named = (spec for spec in params if not is_buffer(spec.name))
+    found = without_holes(usual, {spec.name: (spec.trainable, run.states_of.get(spec.name)) for spec in named})
+    if found.singleton and sharding_of(run) == MODEL_SPACE:
+        raise Unsupported(
+            f"some experts of a layer are trained and others are not: {MODEL_SPACE} has a state of all of them in one tensor\n"
+            "Leave out --optimizer-sharding: fully_reshardable has each by itself."
+        )
+    return found
 
 
 @dataclass
@@ -100,6 +124,7 @@ class _DistWriter:
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
         self.run.report.through((*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *_RULES), self.run)
+        self.run.report.through(_OF_KEYS, self)
 
     def _whole(self, objects: Objects) -> _Folder:
         """The folder of the iteration."""
@@ -107,22 +132,28 @@ class _DistWriter:
         contents = Contents(self.run, self.spelling, self.num_layers, moments=not in_buckets)
         buckets = [self._buckets()] if in_buckets else []
         held = [*objects.items(), *(item for one in buckets for item in one.objects)]
-        return _Folder(self.run, iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+        return self._folder(iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+
+    def _folder(
+        self, path: str, contents: list[Contents | BucketContents], held: list[ObjectItem],
+        of_common: Callable[[Tree], Tree] = dict,
+    ) -> _Folder:  # fmt: skip
+        return _Folder(self.run, self.spelling, path, contents, held, of_common)
 
     def _in_parts(self, objects: Objects, parts: DistParts) -> list[_Folder]:
         """The folders of the weights, the optimizer, and the random states."""
         run, of_ranks = self.run, list(objects.of_ranks())
         weights, found = Contents(run, self.spelling, self.num_layers, moments=False), list[_Folder]()
         if self.bridged is None:
-            found.append(_Folder(run, parts.model, [weights], list(objects.of_model()), of_model))
+            found.append(self._folder(parts.model, [weights], list(objects.of_model()), of_model))
         if run.choices.optimizer is not None:
             in_buckets = sharding_of(run) == DP_RESHARDABLE
             states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
             held = states.objects if isinstance(states, BucketContents) else []
             shared = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
-            found.append(_Folder(run, parts.optimizer, [states], list(held), shared))
+            found.append(self._folder(parts.optimizer, [states], list(held), shared))
         if of_ranks:
-            found.append(_Folder(run, parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
+            found.append(self._folder(parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
         return found
 
     def _buckets(self) -> BucketContents:
@@ -161,6 +192,7 @@ class _Folder:
 
     Args:
         run: The checkpoint that is to be written.
+        spelling: Which keys its parameters have.
         path: Relative to the root.
         contents: Its tensors.
         objects: What it has besides, by rank.
@@ -168,6 +200,7 @@ class _Folder:
     """
 
     run: NewRun
+    spelling: Spelling
     path: str
     contents: list[Contents | BucketContents]
     objects: list[ObjectItem]
@@ -205,7 +238,7 @@ class _Folder:
 
     def _common(self) -> FileLayout:
         _, first = next(rng_ranks(self.run.choices.parallel))
-        return FileLayout(Chunks(), (), Pt(lambda: self.of_common(common_tree(self.run, first))))
+        return FileLayout(Chunks(), (), Pt(lambda: self.of_common(common_tree(self.run, first, self.spelling))))
 
 
 def _old_sharding(run: NewRun) -> str | None:
@@ -221,14 +254,29 @@ def _unsaid_frozen(run: NewRun) -> str:
     return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
 
 
+def _unloadable(run: NewRun) -> str:
+    """What Megatron finds no way to load of a plain optimizer.
+
+    Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params.sharded_state_dict``), run.
+    """
+    trained = [spec for spec in run.source.model.params if spec.trainable]
+    if run.choices.optimizer != PLAIN or not by_adam(run.family.args.values):
+        return ""
+    if not run.moments:
+        return "that has not stepped yet"
+    return "of fp32 and half parameters" if len({spec.dtype == FLOAT32 for spec in trained}) > 1 else ""
+
+
 _BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
 _RULES: tuple[Rule[NewRun], ...] = (
+    Rule(Fate.NOTE, "a plain optimizer {found}: megatron-core (0.19.2) loads none from torch_dist, not even its own; from megatron "
+         "(--ckpt-format torch) it does", _unloadable),
     Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
          lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
          lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
-    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: Megatron knows, and who reads this folder says it with "
-         "--rules (trainable: false) of {found}", _unsaid_frozen),
+    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: who reads this folder finds them by their values, or says "
+         "with --rules (trainable: false) that they are {found}", _unsaid_frozen),
     Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
          lambda r: sharding_of(r) == FULLY_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
          and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
@@ -242,6 +290,13 @@ _RULES: tuple[Rule[NewRun], ...] = (
          lambda r: not r.options.integrity and r.source.digests),
 )  # fmt: skip
 """What optimizer states become where the source had them otherwise, or where they load on one layout alone; and its sums."""
+_OF_KEYS: tuple[Rule[_DistWriter], ...] = (
+    Rule(Fate.NOTE, "a part of the layers or experts is trained, so each has keys of its own ({found}), which Megatron finds by the "
+         "folder's content_metadata; itself it saves such a run as dp_reshardable or with --ckpt-format torch alone",
+         lambda w: w.spelling != _usual_spelling(w.run)
+         and ("singleton_local_shards" if w.spelling.singleton else "non_homogeneous_layers")),
+)  # fmt: skip
+"""Where keys are not as Megatron has them of a model that is trained whole."""
 
 
 def _blueprint(run: NewRun) -> Blueprint:
@@ -412,32 +467,7 @@ class Contents:
             for state in self.states(spec):
                 cells = tuple(chain(*self._cells(spec).values())) if self._flattened(state) else boxes
                 yield Part(state, self._dtype(spec, state), cells, spec)
-        self._check_stacks(problems)
         problems.raise_if_any()
-
-    def _check_stacks(self, problems: Problems) -> None:
-        """A state of stacked layers is one tensor: where some of them are frozen, it would have holes, and Megatron saves no such run.
-
-        Source: megatron-core 0.19.2, ``dist_checkpointing/validation.py`` (``_validate_sharding_for_key``).
-        """
-        if all(spec.trainable for spec in self.run.source.model.params):
-            return
-        stacks: dict[str, dict[bool, str]] = {}
-        for spec in self.specs():
-            home = home_of(spec.name, self.spelling)
-            if home.index:
-                stacks.setdefault(home.key, {}).setdefault(
-                    any(state != PARAM for state in self.states(spec)), spec.name
-                )
-        for key, found in stacks.items():
-            if len(found) > 1:
-                problems.add(
-                    Unsupported,
-                    f"{key}: torch_dist has a state of all layers in one tensor, and {found[False]} has none, since it is not trained; "
-                    "nor can Megatron save such a run so",
-                    "Give --optimizer-sharding dp_reshardable, convert to megatron (--ckpt-format torch), or leave out the optimizer with "
-                    "--no-optimizer.",
-                )
 
     def _boxes_of(self, spec: ParamSpec) -> tuple[Box, ...]:
         """The distinct parts that the ranks of the new layout have of a parameter."""
@@ -454,37 +484,6 @@ class Contents:
             )
             self._boxes[key] = tuple(piece.box for layout in layouts for piece in layout.pieces)
         return self._boxes[key]
-
-
-def even_cells(boxes: Sequence[Box], first: int, shape: Shape) -> tuple[Box, ...]:
-    """The boxes that lie within some rows of a parameter, if a grid of equal cells is what they are; else the rows as a whole.
-
-    Args:
-        boxes: All of the parameter's.
-        first: The first of the rows.
-        shape: Of the rows.
-    """
-    inside = tuple(box for box in boxes if first <= box.offset[0] < first + shape[0])
-    whole = Box((first, *(0,) * (len(shape) - 1)), shape)
-    cell = inside[0].shape if inside else shape
-    starts = (zip((box.offset[0] - first, *box.offset[1:]), cell, strict=True) for box in inside)
-    even = (
-        all(cell) and {box.shape for box in inside} == {cell} and not any(at % n for pairs in starts for at, n in pairs)
-    )
-    return inside if even and sum(box.numel for box in inside) == prod(shape) else (whole,)
-
-
-def gridded(shape: Shape, cell: Shape) -> Shape:
-    """The shape in which megatron-core before 0.16 stores flattened cells: how many there are along each axis, and their elements.
-
-    Source: megatron-core 0.13.1, ``dist_checkpointing/strategies/torch.py`` (``sharded_tensor_to_torch_sharded_tensor``).
-
-    Args:
-        shape: The whole, with the axes of layers and experts before a parameter's own.
-        cell: A cell of a parameter.
-    """
-    axes = len(shape) - len(cell)
-    return (*shape[:axes], *(whole // n if n else 1 for whole, n in zip(shape[axes:], cell, strict=True)), prod(cell))
 
 
 _At = tuple[Contents | BucketContents, int] | None

@@ -7,6 +7,7 @@ Source: Megatron-LM, as megatron-core 0.19.2 brings it, ``megatron/training/chec
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, unlisted, without
 from mcore_rlhf.trainers.megatron import LM
@@ -43,6 +44,45 @@ def _bound_to_layout(seen: Seen) -> bool:
         and args.get("use_distributed_optimizer") is True
         and args.get("dist_ckpt_optim_fully_reshardable") is False
     )
+
+
+_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _other_type(seen: Seen) -> Mapping[str, str] | None:
+    """The configuration trains in another type than is stored: ``{was}`` and ``{now}``."""
+    now, was = next((name for flag, name in _TYPES.items() if seen.settings.says(flag)), ""), seen.held.dtype
+    return {"was": was, "now": now} if was and now not in ("", was) else None
+
+
+def _other_buffers(seen: Seen) -> object:
+    """The same, where a distributed optimizer's buffers go by their type: in ``distrib_optim.pt``, and in flat buckets."""
+    by_type = lies_flat(seen) or (seen.has(_PLAIN) and seen.matching(_DISTRIB))
+    return by_type and _other_type(seen)
+
+
+def _other_nest(seen: Seen) -> object:
+    """The same, where a plain optimizer has masters in the one and none in the other."""
+    plain = seen.held.args.get("use_distributed_optimizer") is False
+    return plain and seen.held.dtype == "float32" and _other_type(seen)
+
+
+def lies_flat(seen: Seen) -> bool:
+    """Whether the optimizer lies in flat buckets, which another TP or PP, or another type, cannot load."""
+    return any("optimizer.distributed.dp_group_idx_" in key for key in seen.keys(".metadata"))
+
+
+def _stepless(seen: Seen) -> object:
+    """Param groups of a torch_dist folder, which are those of its first rank, lack the step that Adam is at: ``{file}`` and ``{key}``."""
+    args = seen.held.args
+    if args.get("use_distributed_optimizer") is not True or args.get("optimizer") != "adam":
+        return None
+    for name in seen.places(*COMMON[1:]):
+        keys = seen.keys(name)
+        for group in sorted({found[0] for key in keys if (found := _A_GROUP.match(key))}):
+            if f"{group}step" not in keys:
+                return {"file": name.replace(INSIDE, ": "), "key": f"{group}step"}
+    return None
 
 
 _IN_SCHEDULER = "load_checkpoint, and megatron/core/optimizer_param_scheduler.py:load_state_dict"
@@ -226,6 +266,13 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _ANEW, "saved as {was}, loaded as {now}: “RNG state will be ignored”", "load_checkpoint", other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, without --dist-ckpt-optim-fully-reshardable", "load_checkpoint",
         both(_bound_to_layout, other_degrees)),
+    Habit(OF_OPTIMIZER, _REFUSED, "stored as {was}, trained in {now}: buffers are looked for by their type, a KeyError or torch's "
+        "CheckpointException", "megatron/core/optimizer/distrib_optimizer.py:load_parameter_state_from_dp_zero", _other_buffers, True),
+    Habit(OF_OPTIMIZER, _REFUSED, "stored as {was}, which has no masters, trained in {now}: a KeyError",
+        "megatron/core/optimizer/optimizer.py:load_state_dict", _other_nest, True),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to {now}; nothing is said", "load_checkpoint", _other_type, True),
+    Habit((Thing.GROUPS,), _ANEW, "{file} has no {key}, for the first rank trains no parameter of it: Adam's bias correction begins anew; "
+        "nothing is said", "megatron/core/optimizer/distrib_optimizer.py:load_state_dict", _stepless, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "load_checkpoint",
         broken("*distrib_optim.pt", "*layer_wise_optimizer_*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "distrib_optim.pt is missing, or is not whole: {problem}", "load_checkpoint", _unlike, True),

@@ -20,6 +20,7 @@ from .megatron import (
     STREAMS,
     WEIGHT_DECAY,
     in_groups,
+    lies_flat,
     not_listed,
     other_degrees,
 )
@@ -34,11 +35,6 @@ _COUNTED = (
     "do_valid", "do_test",
 )  # fmt: skip
 _HF = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin")
-
-
-def _lies_flat(seen: Seen) -> bool:
-    """Whether the optimizer lies in flat buckets, which another TP or PP cannot load."""
-    return any("optimizer.distributed.dp_group_idx_" in key for key in seen.keys(".metadata"))
 
 
 def _argless(seen: Seen) -> object:
@@ -84,7 +80,7 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _ANEW, "saved as {was}, loaded as {now}: “RNG state will be ignored”", "2859 (_load_checkpoint_from_path)",
         other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, and the optimizer lies as its buffers do: “not supported for "
-        "DistributedOptimizer with sharding type dp_reshardable”", "2895 (_load_checkpoint_from_path)", both(_lies_flat, other_degrees)),
+        "DistributedOptimizer with sharding type dp_reshardable”", "2895 (_load_checkpoint_from_path)", both(lies_flat, other_degrees)),
     Habit(_WITH_OPTIMIZER, _ANEW, f"no optimizer is stored: a line says so where {_CONFIG} says save_optim: false; it stops where not",
         "2904 (_load_checkpoint_from_path)", lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
@@ -94,7 +90,7 @@ ROWS = rows_of(
         both(lambda seen: seen.held.args.get("use_distributed_optimizer") is True,
              without(COMMON, "content_metadata/distrib_optim_sharding_type"))),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: an AssertionError", "3169 (_load_checkpoint_from_path)",
-        both(_lies_flat, without(COMMON, "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type"))),
+        both(lies_flat, without(COMMON, "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type"))),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}, by which groups are told apart: a KeyError",
         "3169 (_load_checkpoint_from_path)", in_groups),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer", "3169 (_load_checkpoint_from_path)"),

@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_rlhf.trainers.conditions import ADAM, OF_GROUP, OF_SCHEDULE, both, broken, incomplete, undealt, unlisted
+from mcore_rlhf.trainers.conditions import (
+    ADAM,
+    OF_GROUP,
+    OF_SCHEDULE,
+    both,
+    broken,
+    incomplete,
+    other_dtype,
+    undealt,
+    unlisted,
+)
+from mcore_rlhf.trainers.loaders.megatron import lies_flat
 from mcore_rlhf.trainers.nemo_rl import TRAINER
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
@@ -86,6 +97,10 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
     Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
         _no_optimizer),
+    Habit(_WITH_OPTIMIZER, _REFUSED, "stored as {was}, trained in the {now} of policy.precision: flat buckets are looked for by their type",
+        "models/megatron/setup.py:1899 (setup_model_and_optimizer)", both(_on_megatron, lies_flat, other_dtype("policy.precision"))),
+    Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of policy.precision; nothing is said",
+        "models/megatron/setup.py:1899 (setup_model_and_optimizer)", both(_on_megatron, other_dtype("policy.precision"))),
     _unlisted(r"optim\.optim\.state\..+\.", *ADAM),
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", *OF_GROUP, "params"),
     _unlisted(r"optim\.optim\.param_groups\.\d+\.", "initial_lr", given=_scheduled),

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from mcore_rlhf.errors import (
     Corrupt,
     Incomplete,
     LayoutMismatch,
+    Lossy,
     Unportable,
     Unsupported,
     Untrusted,
@@ -154,6 +156,33 @@ def test_what_no_optimizer_of_megatrons_keeps_is_said_and_never_put_where_it_can
     edit(folder / "optimizer.pt", sgd)
     with pytest.raises(Unsupported, match="keeps moments of Adam, and the source has momentum_buffer"):
         convert(folder, tmp_path / "sgd", options(optimizer="distributed"))
+
+
+@pytest.mark.parametrize(
+    ("states", "strange", "then"),
+    [
+        ({"sum": "exp_avg"}, "sum", "It stops where it loads them"),  # Adagrad's
+        ({"exp_avg": "exp_avg", "exp_inf": "exp_avg_sq"}, "exp_inf", "It stops where it loads them"),  # Adamax's
+        (dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), "exp_avg_sq"), "max_exp_avg_sq", "It goes on as Adam"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_states_with_which_megatron_cannot_go_on_are_lost_by_name(
+    states: dict[str, str], strange: str, then: str, to: str, folder: Path, tmp_path: Path
+) -> None:
+    """They lie in the files all the same, and come back."""
+
+    def other(tree: Any) -> None:
+        for number, of in tree["state"].items():
+            tree["state"][number] = {"step": of["step"], **{new: of[old] for new, old in states.items()}}
+
+    edit(folder / "optimizer.pt", other)
+    job = convert(folder, tmp_path / "out", options(to))
+    (lost,) = (text for text in job.account.lost if text.startswith(f"{strange}: no optimizer of Megatron's"))
+    assert then in lost
+    with pytest.raises(Lossy, match=f"{strange}: no optimizer of Megatron's"):
+        convert(folder, tmp_path / "strict", replace(options(to), strict=True))
+    assert {*open_checkpoint(tmp_path / "out", ReadOptions()).states} - {"master"} == {*states}
 
 
 class OptimState8bit(torch.Tensor):

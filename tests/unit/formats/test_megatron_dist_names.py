@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_rlhf.core.catalog import BFLOAT16
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.megatron_dist.names import (
@@ -16,14 +18,17 @@ from mcore_rlhf.formats.megatron_dist.names import (
     Home,
     Spelling,
     home_of,
+    homes_of,
     name_at,
     names_in,
     spelling_of_keys,
     spelling_of_names,
     stacked_axes,
+    without_holes,
 )
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.megatron import registration_order
+from mcore_rlhf.models.spec import GATED, ROW, ParamSpec
 from tests.helpers.conversions import GOLDENS, NAMES
 
 LOCAL = Spelling(True, Experts.SEQUENTIAL, True)
@@ -47,7 +52,8 @@ def experts_of(kind: Experts, layer: str, expert: int) -> list[str]:
 
 
 @given(
-    st.builds(Spelling, st.booleans(), st.sampled_from(Experts), st.booleans()),
+    st.builds(Spelling, st.booleans(), st.sampled_from(Experts), st.booleans())
+    | st.builds(Spelling, st.booleans(), st.sampled_from(Experts), st.just(False), singleton=st.just(True)),
     st.integers(0, 93), st.integers(0, 127), st.sampled_from(["decoder.layers", "mtp.layers"]),
 )  # fmt: skip
 def test_every_name_has_one_home_and_comes_back_from_it(
@@ -108,6 +114,28 @@ def test_halves_with_keys_of_their_own_are_one_parameter() -> None:
     assert [name for name, _ in names_in(key, (64, 48), spelling)] == [
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"
     ]
+
+
+GATED_EXPERT = {Experts.SEQUENTIAL: "local_experts.{}.linear_fc1.weight", Experts.GROUPED: "linear_fc1.weight{}"}
+
+
+@pytest.mark.parametrize("kind", GATED_EXPERT)
+def test_what_differs_in_its_states_has_keys_of_its_own(kind: Experts) -> None:
+    """Layers first, and experts with the halves of gated matrices where that is not enough: read and written by one relation."""
+    usual = Spelling(False, kind, True)
+    names = [f"decoder.layers.{n}.mlp.experts.{GATED_EXPERT[kind].format(e)}" for n in range(2) for e in range(2)]
+    layers, alone = replace(usual, stacked=False), replace(usual, stacked=False, singleton=True)
+    assert without_holes(usual, dict.fromkeys(names, True)) == usual
+    assert without_holes(usual, {name: name < "decoder.layers.1" for name in names}) == layers
+    assert without_holes(usual, {name: name != names[3] for name in names}) == alone
+    spec = ParamSpec(names[3], (12, 4), BFLOAT16, GATED)
+    key = "decoder.layers.1.mlp.experts.experts.1.linear_fc1.weight"
+    halves = homes_of(spec, alone)
+    assert halves == [(Home(f"{key}_w"), 0, 6), (Home(f"{key}_v"), 6, 6)]
+    for part, (home, _, rows) in enumerate(halves):
+        assert list(names_in(home.key, (rows, 4), alone)) == [(spec.name, replace(home, part=part))]
+    plain = replace(spec, name=names[3].replace("fc1", "fc2"), partition=ROW)
+    assert [home.key for home, _, _ in homes_of(plain, alone)] == [key.replace("fc1", "fc2")]
 
 
 @pytest.mark.parametrize("kind", ["attn_mlp", "mamba", "gdn"])

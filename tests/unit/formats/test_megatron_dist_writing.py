@@ -315,7 +315,7 @@ def test_fused_latent_projections_are_refused_by_name(tmp_path: Path) -> None:
         converted(source, tmp_path / "target")
 
 
-def test_states_of_some_layers_are_refused_where_all_are_one_tensor(tmp_path: Path) -> None:
+def test_layers_have_keys_of_their_own_where_some_are_not_trained(tmp_path: Path) -> None:
     """Megatron-core 0.19.2 ends such a save with "Invalid access pattern"; a folder with holes it would not load, nor would we."""
     source = Path(shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", tmp_path / "source"))
     frozen = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -330,10 +330,38 @@ def test_states_of_some_layers_are_refused_where_all_are_one_tensor(tmp_path: Pa
                 group["params"] = [n - (n > at) for n in group["params"] if n != at]
             del tree["optimizer"]["fp32_from_fp16_params"][0][at]
     read = ReadOptions(rules=Rules((Rule(frozen, trainable=False),)))
-    with pytest.raises(Unsupported, match=f"{frozen} has none, since it is not trained"):
-        convert(source, tmp_path / "target", replace(options(), to="megatron-dist", read=read))
+    job = convert(source, tmp_path / "target", replace(options(), to="megatron-dist", read=read))
+    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and "(non_homogeneous_layers)" in text]
+    found = open_checkpoint(tmp_path / "target", ReadOptions())
+    assert [spec.name for spec in found.model.params if not spec.trainable] == [frozen]
+    stored = read_whole(tmp_path / "target")
+    assert {frozen, f"optimizer.state.exp_avg.{frozen.replace('1', '0', 1)}"} <= stored.tensors.keys()
+    assert f"optimizer.state.exp_avg.{frozen}" not in stored.tensors
+    assert (stored.common["content_metadata"]["non_homogeneous_layers"], job.lossless) == (True, True)
     convert(source, tmp_path / "legacy", replace(options(tp=1, pp=1), read=read))
     flat = options(optimizer="distributed", optimizer_sharding="dp_reshardable")
     job = convert(source, tmp_path / "flat", replace(flat, to="megatron-dist", read=read))
-    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and f"(trainable: false) of {frozen}" in text]
-    assert open_checkpoint(tmp_path / "flat", read).state.groups
+    assert [text for fate, text in job.report.lines if fate is Fate.NOTE and f"that they are {frozen}" in text]
+    for how in (read, ReadOptions()):  # told, and found by the values
+        found = open_checkpoint(tmp_path / "flat", how)
+        assert [spec.name for spec in found.model.params if not spec.trainable] == [frozen]
+
+
+@pytest.mark.parametrize("what", ["that has not stepped yet", "of fp32 and half parameters"])
+def test_a_plain_optimizer_that_megatron_loads_from_no_torch_dist_is_told(what: str, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(GOLDENS / "tp2pp2dp2_bf16_nodo", tmp_path / "source"))
+    norm = "decoder.final_layernorm.weight"
+    for file in source.rglob("model_optim_rng.pt"):
+        with edited(file) as tree:
+            if "stepped" in what:
+                tree["iteration"] = tree["args"].iteration = 0
+                tree["optimizer"]["optimizer"]["state"] = {}
+            elif norm in tree["model"]:
+                vectors = [name for name, value in tree["model"].items() if getattr(value, "ndim", 0) == 1]
+                tree["model"][norm] = tree["model"][norm].float()
+                del tree["optimizer"]["fp32_from_fp16_params"][1][vectors.index(norm)]
+    if "stepped" in what:
+        (source / "iter_0000002").rename(source / "iter_0000000")
+        (source / "latest_checkpointed_iteration.txt").write_text("0")
+    told = converted(source, tmp_path / "target").report.lines
+    assert [text for fate, text in told if fate is Fate.NOTE and text.startswith(f"a plain optimizer {what}")]
