@@ -332,21 +332,22 @@ def test_without_a_schedule_the_reader_is_told(folder: Path) -> None:
     assert "scheduler.pt is not there, without which the trainer does not load its optimizer, and says nothing" in lines
 
 
-def test_random_states_are_kept_derived_or_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [TRAINER, GOLDENS / "adapter"], ids=lambda path: path.name)
+def test_random_states_are_kept_derived_or_left_out(source: Path, tmp_path: Path) -> None:
     for rng, ranks, names in (
         ("keep", None, ["rng_state.pth"]),
         ("derive", 2, ["rng_state_0.pth", "rng_state_1.pth"]),
         ("drop", None, []),
     ):
         target = tmp_path / rng
-        job = convert(TRAINER, target, options("hf-trainer", rng=rng, dp=ranks))
+        job = convert(source, target, options("hf-trainer", rng=rng, dp=ranks))
         assert sorted(path.name for path in target.glob("rng_state*")) == names
         assert job.lossless == (rng != "drop")
     first, second = (torch.load(tmp_path / "derive" / f"rng_state_{rank}.pth", weights_only=False) for rank in (0, 1))
     assert not torch.equal(first["cpu"], second["cpu"])
     torch.Generator().set_state(first["cpu"])
     same = torch.load(tmp_path / "keep" / "rng_state.pth", weights_only=False)
-    assert torch.equal(same["cpu"], torch.load(TRAINER / "rng_state.pth", weights_only=False)["cpu"])
+    assert torch.equal(same["cpu"], torch.load(source / "rng_state.pth", weights_only=False)["cpu"])
 
 
 def test_the_loss_scale_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
