@@ -417,3 +417,24 @@ def test_experts_of_transformers_4_stay_one_by_one(by: str, tmp_path: Path) -> N
     mine, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "new" / "checkpoint-2", OF_4))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_an_expert_that_no_token_has_reached_is_no_frozen_one(folder: Path, tmp_path: Path) -> None:
+    """Torch makes no states without a gradient; Megatron has them of all experts, or of none that is frozen."""
+    shutil.rmtree(folder)
+    shutil.copytree(OF_4, folder)
+    source = open_checkpoint(folder, ReadOptions())
+    names = [name for group in source.state.groups for name in group.params]
+    experts = [number for number, name in enumerate(names) if ".layers.0.mlp.experts.1." in name]
+    edit(folder / "optimizer.pt", lambda tree: [tree["state"].pop(number) for number in experts])
+    job = convert(folder, tmp_path / "there", options("megatron", tp=1))
+    (text,) = [text for text in job.report.lost if "experts" in text]
+    assert text.startswith(
+        "3 of these are of experts that no token has reached, since others of their layer have states"
+    )
+    zeros = convert(folder, tmp_path / "zero", options("deepspeed"))
+    assert any(
+        text.startswith("zeros for states that were never made")
+        and text.endswith("; they count the steps of their group")
+        for _, text in zeros.report.lines
+    ), zeros.report.lines
