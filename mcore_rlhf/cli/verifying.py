@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     models = of_each(
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
     )
-    missing = [] if subject.manifest else without_data(subject.folder)
+    missing = [] if subject.manifest else without_data(subject.folder, _data_ranks(models))
     if subject.alone:
         (verdict,) = models.values()
         return {**verdict, "missing": [*verdict["missing"], *missing]}
@@ -100,6 +101,12 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     return {
         **step_facts(subject), "intact": intact, "depth": depth.value, "missing": missing, "problems": problems, "models": models,
     }  # fmt: skip
+
+
+def _data_ranks(models: Mapping[str, Facts]) -> int:
+    """Data-parallel ranks of a step's models; 1 where none could be opened."""
+    opened = (model.get("checkpoint") or {} for model in models.values())
+    return max((found["parallel"]["dp"] for found in opened if found), default=1)
 
 
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:

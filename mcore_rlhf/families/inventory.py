@@ -46,7 +46,7 @@ UNUSED: Sequence[Rule[Source]] = [
 """What becomes of an optimizer's settings where none of its states is left, and nobody asked for that."""
 FROM_ZERO3 = "parameters: rounded from their fp32 masters, since stage 3 does not store them"
 COPIED_MASTERS = "fp32 master parameters: copies of the fp32 parameters"
-NEVER_MADE = "zeros for states that were never made: {found:3}"
+NEVER_MADE = "zeros for states that were never made: {found:3}; they count the steps of their group"
 
 
 _KINDS: Mapping[str, Kind] = {

@@ -352,19 +352,33 @@ def unmet(folder: ReadablePath) -> list[Problem]:
     return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
 
 
-def without_data(folder: ReadablePath) -> list[str]:
-    """The file that says how far the data are, where a step's trainer writes one and it is not there: the step is whole, and yet less.
+def without_data(folder: ReadablePath, ranks: int = 1) -> list[str]:
+    """Files that say how far the data are, where a step's trainer writes them and one is not there: the step is whole, and yet less.
 
     Args:
         folder: Any path.
+        ranks: Data-parallel ranks of its model, of each of which some trainers have one.
 
     Raises:
         LayoutMismatch: It has files of two trainers.
     """
     found = step_at(folder)
-    if found is None or not found.trainer.data or is_there(folder / found.trainer.data_file()):
+    if found is None or not found.trainer.data:
         return []
-    return [f"{found.trainer.data_file()}: without it {found.trainer.title} begins its data anew"]
+    trainer, several = found.trainer, found.trainer.of_each_rank and ranks > 1
+    gone = [rank for rank in range(ranks if several else 1) if not is_there(folder / trainer.data_file(rank))]
+    if not gone:
+        return []
+    said = f"{trainer.data_file(gone[0])}: without it {trainer.title} begins its data anew"
+    if not several:
+        return [said]
+    said += f", on {len(gone)} of {ranks} ranks"
+    shares = gone[0] and ranks % gone[0] == 0 and len(gone) == ranks - gone[0]
+    return [
+        f"{said}, unless {ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
+        if shares
+        else said
+    ]
 
 
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:

@@ -28,6 +28,7 @@ class Thing(str, Enum):
     COUNTERS = "counters"
     RNG = "RNG"
     DATA = "data"
+    AVERAGE = "EMA"
 
 
 class Outcome(str, Enum):
@@ -50,7 +51,8 @@ INSIDE = "//"
 MOST_RANKS = 1 << 20
 """More do not load a checkpoint, whatever a configuration says."""
 OF_OPTIMIZER = (Thing.OPTIMIZER, Thing.GROUPS)
-EVERYTHING = tuple(Thing)
+EVERYTHING = tuple(thing for thing in Thing if thing is not Thing.AVERAGE)
+"""What any run has."""
 
 
 @dataclass(frozen=True, slots=True)

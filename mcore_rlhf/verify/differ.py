@@ -17,6 +17,7 @@ from mcore_rlhf.core.facts import Item, Kind, same
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.inventory import OPAQUE, inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState, opaque_item
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.dcp.folder import DcpObject
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
@@ -129,22 +130,27 @@ class Differ:
         return self.result
 
     def _names(self) -> Iterator[TensorName]:
-        """Names of both, in the order of the first; roles need not be equal."""
+        """Names of both, in the order of the first; roles need not be equal. What has a master only is a parameter all the same."""
         names: dict[tuple[str, str], TensorName] = {}
         for catalog in (self.a.catalog, self.b.catalog):
             for name in catalog:
                 if self.states is None or name.state in self.states:
                     names.setdefault((name.param, name.state), name)
+                elif name.state == MASTER and PARAM in self.states:
+                    names.setdefault((name.param, PARAM), name._replace(state=PARAM))
         yield from names.values()
 
     def _compare_tensor(self, name: TensorName) -> None:
         label = f"{name.param} ({name.state})"
         count, master = self._compare_chunks, name._replace(state=MASTER)
         a, b = _entry(self.a, name), _entry(self.b, name)
-        if name.state == PARAM and (a is None) != (b is None):
-            a, b = a or _entry(self.a, master), b or _entry(self.b, master)
-            count = self._compare_rounded if self.tolerance.exact else count
-            if a is not None and b is not None:
+        if name.state in (PARAM, MASTER) and (a is None) != (b is None):
+            a, b = (one or self._owned(of, name) for one, of in ((a, self.a), (b, self.b)))
+        if name.state == PARAM and (a is None or b is None):
+            apart = a is not None or b is not None
+            a, b = (one or _entry(of, master) or self._owned(of, master) for one, of in ((a, self.a), (b, self.b)))
+            count = self._compare_rounded if self.tolerance.exact and apart else count
+            if a is not None and b is not None and apart:
                 self._note("one stores masters only: rounded, they were compared with the parameters of the other")
         if a is None or b is None:
             if name.param in self.a.model.unused | self.b.model.unused:
@@ -162,6 +168,17 @@ class Differ:
         self.result.tensors += 1
         self.result.names.append(name)
         self._compare_values(name, a, b, common, count)
+
+    def _owned(self, source: Source, name: TensorName) -> TensorEntry | None:
+        """What a checkpoint has under a tied tensor's first name, where the other has it under its second one, too."""
+        module = ModuleState.of(source)
+        owner = None if module is None else module.shared.get(name.param)
+        found = None if owner is None else _entry(source, name._replace(param=owner))
+        if found is not None:
+            self._note(
+                f"{name.param}: {'the first' if source is self.a else 'the second'} ties it to {owner}, which was compared with it"
+            )
+        return found
 
     def _missing(self, label: str, name: TensorName, in_a: bool) -> None:
         self._differs(label, f"only in {'the first' if in_a else 'the second'}", tensor=name)

@@ -97,13 +97,18 @@ def test_verl_goes_on_where_its_placement_is_another(lab: Lab) -> None:
     assert losses(seen) == losses(wanted)
 
 
-def test_verl_goes_on_where_its_optimizer_was_given_frozen_weights(lab: Lab) -> None:
-    """A tied embedding among them, of which no state says that the output layer is the same."""
-    how = {"frozen": ["embed_tokens", "layers.0."], "tied": True}
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_verl_goes_on_where_its_optimizer_was_given_frozen_weights(lab: Lab, strategy: str) -> None:
+    """A tied embedding among them, of which no state says that the output layer is the same; FSDP1 has a layer frozen as a whole."""
+    flat = strategy == "fsdp"
+    how = {"frozen": ["layers.0."] if flat else ["embed_tokens", "layers.0."], "tied": not flat, "strategy": strategy}
     run, wanted = lab.trained("0.9.1", **how)
-    there = lab.made(run, "frozen-megatron", "megatron", tp=2, dp=1)
-    assert open_checkpoint(there, ReadOptions()).model.tied
-    folders = [lab.made(run, "frozen-same"), lab.made(there, "frozen-back", dp=2, like=str(run))]
+    there = lab.made(run, f"{strategy}-frozen-megatron", "megatron", tp=2, dp=1)
+    assert open_checkpoint(there, ReadOptions()).model.tied is not flat
+    folders = [
+        lab.made(run, f"{strategy}-frozen-same"),
+        lab.made(there, f"{strategy}-frozen-back", dp=2, like=str(run)),
+    ]
     do = [order for folder in folders for order in (("load", folder), ("train", 2))]
     seen = lab.carry_out("0.9.1", 2, do, seed=7, **how)
     assert losses(seen[:2]) == losses(seen[2:]) == losses(wanted)

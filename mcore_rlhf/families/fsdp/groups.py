@@ -99,6 +99,9 @@ class Collected:
         return ParamGroup({**fields, **scalars}, params=tuple(names), scalars=tuple(scalars))
 
 
+_OF_EXPERT, _ANY = re.compile(r"\.experts\.\d{1,18}\."), ".experts.*."
+
+
 def without_frozen(source: Source) -> Source:
     """A source whose optimizer trains what it has states of, and nothing else: one that is given all of a model has none of what is frozen.
 
@@ -113,6 +116,15 @@ def without_frozen(source: Source) -> Source:
     there, notes = source.catalog, source.notes.copy()
     names = [name._replace(state=PARAM) if name.param in still else name for name in there.names]
     note_frozen([name for name in listed if name in still], notes)
+    trained = {_OF_EXPERT.sub(_ANY, name) for name in listed if name not in still}
+    if idle := [
+        name for name in listed if name in still and _OF_EXPERT.search(name) and _OF_EXPERT.sub(_ANY, name) in trained
+    ]:
+        notes.add(
+            Fate.LOST,
+            f"{len(idle)} of these are of experts that no token has reached, since others of their layer have states: {idle[0]}, …; a run "
+            "that trains all experts does not load them as frozen ones: take a later step, or --no-optimizer",
+        )
     specs = (replace(spec, trainable=spec.trainable and spec.name not in still) for spec in source.model.params)
     groups = (replace(group, params=tuple(n for n in group.params if n not in still)) for group in source.state.groups)
     return replace(

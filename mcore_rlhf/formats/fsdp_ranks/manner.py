@@ -126,7 +126,10 @@ def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], opti
         return replace(found, version=found.version if optimizer and states else _version(root))
     tree = model[0].tree if isinstance(model[0].tree, dict) else {}
     shapes = {str(name): _shape(part) for name, part in tree.items() if isinstance(part, Local | StoredTensor)}
-    return replace(found, version=1, original=len(states) > len(units_of(shapes)))
+    groups = optimizer[0].tree.get("param_groups")  # bare states are a dictionary's
+    held = [group.get(PARAMS) for group in groups if _is_dict(group)] if isinstance(groups, list) else []
+    listed = sum(len(numbers) for numbers in held if isinstance(numbers, list))
+    return replace(found, version=1, original=max(len(states), listed) > len(units_of(shapes)))
 
 
 def _shape(part: Local | StoredTensor) -> Shape:

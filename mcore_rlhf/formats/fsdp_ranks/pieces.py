@@ -59,14 +59,20 @@ class Flattened:
 
 def units_in(
     found: Mapping[str, Mapping[str, Sequence[StoredTensor]]],
+    listed: Sequence[object],
     shapes: Mapping[str, Shape],
     config: Mapping[str, object],
     world: int,
 ) -> list[Unit] | None:
     """The flat parameters of a model, where a table says their order and every rank has the piece of each that it should; else None.
 
+    A flat parameter is trained as a whole or not at all, and one that is not has no states; the optimizer lists it all the same.
+    Sources: torch 2.13.0, ``distributed/fsdp/_flat_param.py`` (``_validate_tensors_to_flatten``); verl 0.9.1,
+    ``workers/engine/fsdp/transformer_impl.py`` (``_build_optimizer``: of ``parameters()``).
+
     Args:
         found: The ranks' pieces of every state, by the number of the flat parameter.
+        listed: The numbers in the optimizer's one group.
         shapes: Of the model's parameters, in the order of its state dict.
         config: Its description.
         world: Ranks.
@@ -75,7 +81,9 @@ def units_in(
         return None
     units = units_of(shapes)
     wanted = {str(number): [(unit.piece(world),)] * world for number, unit in enumerate(units)}
-    fits = found.keys() == wanted.keys() and all(
-        [piece.shape for piece in pieces] == wanted[number] for number, of in found.items() for pieces in of.values()
+    fits = list(map(str, listed)) == list(wanted) and all(
+        [piece.shape for piece in pieces] == wanted.get(number)
+        for number, of in found.items()
+        for pieces in of.values()
     )
     return units if fits else None

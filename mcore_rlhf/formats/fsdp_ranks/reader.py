@@ -236,14 +236,23 @@ class _RanksReader:
         self._compare_groups(ranks)
         self.collected.fields = {n: dict(group) for n, group in enumerate(ranks[0].get("param_groups", ()))}
         said = self.options.rules.trainable
-        may = {name: parts for name, parts in tensors.items() if said(name) is not False}
-        shapes = {name: parts[0].global_shape for name, parts in may.items() if self._is_cut(parts)}
+        whole = {name: parts[0].global_shape for name, parts in tensors.items() if self._is_cut(parts)}
+        shapes = {name: shape for name, shape in whole.items() if said(name) is not False}
         if named := self._named():
             return self._named_states(found, named, tensors)
         if any(
             isinstance(part, StoredTensor) for states in found.values() for parts in states.values() for part in parts
         ):
-            return self._flat_states(found, shapes, self._aliases(tensors, (), config), config)
+            aliases = self._aliases(tensors, (), config)
+            listed = [fields.get(PARAMS) for fields in self.collected.fields.values()]
+            alone = listed[0] if len(listed) == 1 and isinstance(listed[0], list) else []
+            own = {name: shape for name, shape in whole.items() if name not in aliases}
+            units = units_in(found, alone, own, config, len(self.optim))
+            return (
+                self._flat_states(found, shapes, list(own), config)
+                if units is None
+                else self._taken_apart(found, units)
+            )
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
         names = name_numbers(self.collected, shapes, one, self.root, self.notes)
         return {names[number]: states for number, states in found.items()}
@@ -309,25 +318,19 @@ class _RanksReader:
         self,
         found: Mapping[str, Mapping[str, list[Any]]],
         shapes: Mapping[str, Shape],
-        aliases: Collection[str],
+        own: Collection[str],
         config: Mapping[str, object],
     ) -> dict[str, dict[str, list[Any]]]:
-        """States of FSDP1: bare pieces. With original parameters each is of one of them, and those of all ranks together are it; else
-        each is of all of a layer, flattened together.
+        """States of FSDP1 with original parameters: bare pieces, each of one of them, and those of all ranks together are it.
 
         Raises:
             Unsupported: Nobody knows which parameters are meant.
         """
-        own = {name: shape for name, shape in shapes.items() if name not in aliases}
-        alone = len(self.collected.fields) == 1
-        units = units_in(found, own, config, len(self.optim)) if alone else None
-        if units is not None:
-            return self._taken_apart(found, units)
         sizes = {n: (sum(piece.shape[0] for piece in next(iter(states.values()))),) for n, states in found.items()}
         try:
             names = name_numbers(self.collected, shapes, sizes, self.root, self.notes, flat=True)
         except Unsupported:
-            _, strange = ordered(list(own), config, ())
+            _, strange = ordered([*own], config, ())
             whose = f"no table has {strange[0]}" if strange else "they have other lengths than those of its layers"
             raise (Unsupported if config else Unportable)(
                 f"{self.optim[0].directory.path}: the optimizer of FSDP1 keeps flat pieces of flattened modules, which do not say "
@@ -352,6 +355,7 @@ class _RanksReader:
         return {
             name: {key: [Flattened(name, units[int(number)], tuple(pieces))] for key, pieces in found[number].items()}
             for number, name in named
+            if number in found
         }
 
     def _scalar(self, ranks: Values, number: Any, key: str) -> object:

@@ -364,7 +364,10 @@ class _Ranks:
     def _flat(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP1's optimizer: a piece of each of its flat parameters."""
         file, state, units = PtLayout(path), dict[int, Any](), self._units()
+        still = self._frozen()
         for number, unit in enumerate(units):
+            if still.issuperset(unit.shapes):
+                continue
             entries = {name: {entry.name.state: entry for entry in self._states(name)} for name in unit.shapes}
             first = next(iter(entries))
             kinds = {name: {(state, entry.dtype) for state, entry in of.items()} for name, of in entries.items()}
@@ -382,22 +385,36 @@ class _Ranks:
         """The flat parameters of the run.
 
         Raises:
-            Unsupported: It has several groups, or trains only some of its parameters, so that its flat parameters are others.
+            Unsupported: It has several groups, or trains only some parameters of a layer, which FSDP1 does not flatten then.
         """
-        frozen = [spec.name for spec in self._params() if not spec.trainable]
-        if len(self.groups) != 1 or frozen:
-            why = f"{frozen[0]} is not trained" if frozen else f"there are {len(self.groups)} param groups"
+        if len(self.groups) != 1:
             raise Unsupported(
-                f"{self.source.root}: {why}; of FSDP1's flat parameters only those of a model that is trained as a whole, in one "
-                "group, are known\nverl's strategy fsdp2 takes it; --no-optimizer writes the weights alone."
+                f"{self.source.root}: there are {len(self.groups)} param groups; of FSDP1's flat parameters only those of a model that is "
+                "trained in one group are known\nverl's strategy fsdp2 takes it; --no-optimizer writes the weights alone."
             )
         (members,) = self._members()
-        steps = {str(self._scalars(name)) for name in members}
+        still = self._frozen()
+        steps = {str(self._scalars(name)) for name in members if name not in still}
         if len(steps) > 1:
             raise Unsupported(
                 f"{self.source.root}: parameters have counted different steps, and FSDP1 has one for all of a layer"
             )
-        return units_of({name: self._entry_of(name).global_shape for name in members})
+        units = units_of({name: self._entry_of(name).global_shape for name in members})
+        apart = next(
+            (n for unit in units for n in unit.shapes if n in still and not still.issuperset(unit.shapes)), None
+        )
+        if apart is not None:
+            raise Unsupported(
+                f"{self.source.root}: {apart} is not trained, and others are with which FSDP1 flattens it; without use_orig_params it "
+                "trains a layer as a whole or not at all, and so what lies in no layer\nverl's strategy fsdp2 takes it; --no-optimizer "
+                "writes the weights alone."
+            )
+        return units
+
+    def _frozen(self) -> set[str]:
+        """What is not trained: it has no states, and the run that lists it all the same does not say so."""
+        params = self._params()
+        return {spec.name for spec in params if not spec.trainable or next(self._states(spec.name), None) is None}
 
     def _optimizer(self, state: Mapping[Any, Any], counts: Sequence[int]) -> dict[str, Any]:
         groups, first = [], 0

@@ -97,7 +97,9 @@ def _alone(
     """The weights without an optimizer, with experts one by one, as they are on disk."""
     state = TrainingState(0, other={key: value for key, value in source.state.other.items() if key == CARRIED})
     masters = tuple(state for state in source.states if state == MASTER)
-    alone = replace(source, optimizer=None, states=masters, state=state, origin={}, family=module.base())
+    alone = replace(
+        source, optimizer=None, states=masters, state=state, origin={}, family=replace(module.base(), rng=())
+    )
     if config:
         alone = repacked(described(alone, lambda: config), config, packs_experts=False)
     trained = source.optimizer is not None and not options.no_optimizer

@@ -44,6 +44,8 @@ from .files import FILE, GROUPS, ITERATION, MODEL, NAME, OPTIMIZER, PARTS, RECOR
 from .reader import read_saved
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
+_SHOWN_BY = {"dampening": "SGD", "lr_decay": "Adagrad", "centered": "RMSprop"}
+"""A field of param groups that one class alone has. Source: torch 2.13.0, ``optim/{sgd,adagrad,rmsprop}.py``."""
 
 
 def torch_target(source: Source, options: WriteOptions) -> Target:
@@ -178,9 +180,11 @@ class _TorchTarget:
             if known is not None and (known.optimizer or "").startswith(f"{NAME} "):
                 return str(known.optimizer).removeprefix(f"{NAME} ")
         fields = [completed(group.fields, group.scalars) for group in self.source.state.groups]
-        if {*self.source.states} >= _ADAM and not self._of_muon():
+        given = [group.fields for group in self.source.state.groups]
+        begun = {*self.source.states} - {MASTER}  # before the first step there are no states
+        if (begun >= _ADAM or (not begun and all("amsgrad" in of for of in given))) and not self._of_muon():
             return "AdamW" if all(of.get("decoupled_weight_decay") for of in fields) else "Adam"
-        return "SGD" if fields and all("dampening" in group.fields for group in self.source.state.groups) else ""
+        return next((kind for field, kind in _SHOWN_BY.items() if given and all(field in of for of in given)), "")
 
     def _of_muon(self) -> bool:
         return any(USE_MUON in group.fields for group in self.source.state.groups)

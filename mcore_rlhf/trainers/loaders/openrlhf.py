@@ -15,6 +15,11 @@ from . import deepspeed
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 
 
+def _averaged(seen: Seen) -> bool:
+    """Whether the run keeps an average of the actor's weights."""
+    return seen.role == "actor" and seen.settings.says("enable_ema")
+
+
 def _unsaid(seen: Seen) -> object:
     gone = sorted({*TRAINER.asks} - {*seen.held.values})
     return not seen.held.problem and gone and {"keys": ", ".join(gone)}
@@ -40,6 +45,10 @@ ROWS = (
             "../utils/deepspeed/deepspeed.py (load_ckpt)", without(deepspeed.MODEL, "lr_scheduler"), True),
         Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError of the schedule",
             "../utils/deepspeed/deepspeed.py (load_ckpt)", without(deepspeed.MODEL, "lr_lambdas", inside="lr_scheduler/"), True),
+        Habit((Thing.AVERAGE,), _ANEW, "no checkpoint has it: it begins with the model that training began with, not with the step's, "
+            "and what is saved in Hugging Face's files is made of it", "ray/ppo_actor.py:537", _averaged),
+        Habit((Thing.AVERAGE,), _ABSENT, "no checkpoint has it; a run with train.enable_ema would begin it anew",
+            "ray/ppo_actor.py:664 (save_checkpoint)", lambda seen: seen.role == "actor" and seen.settings.get("enable_ema") is None),
     ),
     *deepspeed.ROWS,
 )  # fmt: skip

@@ -204,7 +204,8 @@ TUNED = rows_of(
     Habit((Thing.COUNTERS,), _RESTORED, "the step, out of the folder's name", _IN_HANDLER.format("151 (load_checkpoint)"), ran=True),
     Habit((Thing.DATA,), _REFUSED, "{file} {wrong}: loading it fails", _IN_HANDLER.format("177 (_load_dataloader_state)"),
         broken(TUNING.data.format(rank="*")), True),
-    Habit((Thing.DATA,), _ANEW, "{file} is not there ({ranks} ranks): a printed warning, and its rank's data from the start",
+    Habit((Thing.DATA,), _ANEW, "{file} is not there ({ranks} ranks): a printed warning, and its rank's data from the start; "
+        "sft_trainer_ray has one for all",
         _IN_HANDLER.format("188 (_load_dataloader_state)"), _data_lacks, True),
     Habit((Thing.DATA,), _RESTORED, f"{TUNING.data} of each data-parallel rank", _IN_HANDLER.format("178 (_load_dataloader_state)"),
         ran=True),

@@ -101,6 +101,35 @@ def test_a_file_of_one_rank_that_is_gone_is_named(
     assert any(gone.name in one["why"] for one in refused)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "not there"),
+        ("--train.enable_ema", "started anew"),
+        ("--train.ema_beta 0.9 --train.enable_ema=false", None),
+    ],
+)
+def test_an_average_of_weights_is_in_no_checkpoint_of_openrlhf(
+    cli: Cli, tmp_path: Path, given: str, said: str | None
+) -> None:
+    (tmp_path / "arguments.txt").write_text(f"--actor.model_name_or_path model {given}\n")
+    found = cli(
+        "will-resume",
+        GOLDENS / "trainers" / "or_z2",
+        "--trainer",
+        "openrlhf",
+        "--config",
+        tmp_path / "arguments.txt",
+        "--json",
+    )
+    assert found.code == (said == "started anew")
+    roles = {
+        role: [one["outcome"] for one in things if one["thing"] == "EMA"]
+        for role, things in found.json["roles"].items()
+    }
+    assert roles == {"actor": [said] if said else [], "critic": []}
+
+
 def test_a_policy_on_megatron_without_its_tracker_begins_anew(cli: Cli, tmp_path: Path) -> None:
     """NeMo-RL's: Megatron-Bridge takes the model that training began with, and says a line in the log."""
     source, root = GOLDENS / "megatron_dist" / "tp2pp2dp2_fully_reshardable", tmp_path / "run"

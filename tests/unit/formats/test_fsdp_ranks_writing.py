@@ -30,6 +30,7 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
+from mcore_rlhf.families.fsdp.groups import without_frozen
 from mcore_rlhf.families.fsdp.order import Unit, by_table, ordered
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
@@ -38,6 +39,7 @@ from mcore_rlhf.formats.fsdp_ranks.state import RanksState
 from mcore_rlhf.formats.fsdp_ranks.writer import ranks_target
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.fsdp import part
+from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.dcp.sharded import Mesh, Release, dtensor
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.stored import Made, StoredTensor, TorchName
@@ -143,6 +145,45 @@ def test_flat_pieces_are_those_of_all_parameters_one_behind_the_other(tmp_path: 
         assert not torch.cat(pieces)[whole.numel() :].any()
         assert float(optim[0]["state"][number]["step"]) == 2
     assert [group["params"] for group in optim[0]["param_groups"]] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules((Rule("model.layers.0.*", trainable=False),))], ids=["", "said"])
+def test_a_layer_that_is_not_trained_has_no_flat_states_and_its_number(rules: Rules, tmp_path: Path) -> None:
+    """Both layers are of one size: by the numbers in the group, and by nothing else, the states are the second one's."""
+    truth = torch.load(FLAT / "expected.pt", weights_only=False)
+    folder = Path(shutil.copytree(FLAT, tmp_path / "actor"))
+    for path in folder.glob("optim_*"):
+        with edited(path) as optim:
+            del optim["state"][1]
+    source = without_frozen(opened(folder, rules=rules))
+    assert {spec.name for spec in source.model.params if spec.trainable} == {
+        name for name in truth["model"] if ".layers.0." not in name
+    }
+    for spec in source.model.params:
+        if spec.trainable:
+            assert torch.equal(tensor_of(source, spec.name, "exp_avg"), truth["state"][spec.name]["exp_avg"]), spec.name
+    made(folder, tmp_path / "dcp", "dcp")
+    for at in (folder, tmp_path / "dcp"):
+        made(at, tmp_path / f"new-{at.name}", dp=3, like=str(folder))
+        for found, wanted in zip(loaded(tmp_path / f"new-{at.name}", "optim"), loaded(folder, "optim"), strict=True):
+            assert found["param_groups"][0]["params"] == [0, 1, 2]
+            assert found["state"].keys() == wanted["state"].keys() == {0, 2}
+            for number, states in wanted["state"].items():
+                assert all(torch.equal(found["state"][number][key], value) for key, value in states.items())
+    with edited(next(folder.glob("optim_*_rank_1.pt"))) as optim:
+        del optim["state"][2]
+    with pytest.raises(Unsupported, match="flat pieces"):
+        opened(folder)
+
+
+def test_a_part_of_a_layer_that_is_not_trained_is_flattened_by_no_fsdp1(tmp_path: Path) -> None:
+    source = opened(FLAT)
+    specs = (replace(spec, trainable=spec.name != "model.norm.weight") for spec in source.model.params)
+    part = replace(source, model=source.model.having(specs))
+    with pytest.raises(
+        Unsupported, match=r"model\.norm\.weight is not trained, and others are with which FSDP1 flattens it"
+    ):
+        ranks_target(part, WriteOptions()).files[1].layout()
 
 
 def test_parts_are_those_of_torch_chunk(tmp_path: Path) -> None:

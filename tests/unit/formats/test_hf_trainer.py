@@ -361,21 +361,22 @@ def test_without_a_schedule_the_reader_is_told(folder: Path) -> None:
     assert "scheduler.pt is not there, without which the trainer does not load its optimizer, and says nothing" in lines
 
 
-def test_random_states_are_kept_derived_or_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", [TRAINER, GOLDENS / "adapter"], ids=lambda path: path.name)
+def test_random_states_are_kept_derived_or_left_out(source: Path, tmp_path: Path) -> None:
     for rng, ranks, names in (
         ("keep", None, ["rng_state.pth"]),
         ("derive", 2, ["rng_state_0.pth", "rng_state_1.pth"]),
         ("drop", None, []),
     ):
         target = tmp_path / rng
-        job = convert(TRAINER, target, options("hf-trainer", rng=rng, dp=ranks))
+        job = convert(source, target, options("hf-trainer", rng=rng, dp=ranks))
         assert sorted(path.name for path in target.glob("rng_state*")) == names
         assert job.lossless == (rng != "drop")
     first, second = (torch.load(tmp_path / "derive" / f"rng_state_{rank}.pth", weights_only=False) for rank in (0, 1))
     assert not torch.equal(first["cpu"], second["cpu"])
     torch.Generator().set_state(first["cpu"])
     same = torch.load(tmp_path / "keep" / "rng_state.pth", weights_only=False)
-    assert torch.equal(same["cpu"], torch.load(TRAINER / "rng_state.pth", weights_only=False)["cpu"])
+    assert torch.equal(same["cpu"], torch.load(source / "rng_state.pth", weights_only=False)["cpu"])
 
 
 def test_the_loss_scale_goes_there_and_back(folder: Path, tmp_path: Path) -> None:
@@ -445,3 +446,24 @@ def test_experts_of_transformers_4_stay_one_by_one(by: str, tmp_path: Path) -> N
     mine, theirs = (load_file(at / "model.safetensors") for at in (tmp_path / "new" / "checkpoint-2", OF_4))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def test_an_expert_that_no_token_has_reached_is_no_frozen_one(folder: Path, tmp_path: Path) -> None:
+    """Torch makes no states without a gradient; Megatron has them of all experts, or of none that is frozen."""
+    shutil.rmtree(folder)
+    shutil.copytree(OF_4, folder)
+    source = open_checkpoint(folder, ReadOptions())
+    names = [name for group in source.state.groups for name in group.params]
+    experts = [number for number, name in enumerate(names) if ".layers.0.mlp.experts.1." in name]
+    edit(folder / "optimizer.pt", lambda tree: [tree["state"].pop(number) for number in experts])
+    job = convert(folder, tmp_path / "there", options("megatron", tp=1))
+    (text,) = [text for text in job.report.lost if "experts" in text]
+    assert text.startswith(
+        "3 of these are of experts that no token has reached, since others of their layer have states"
+    )
+    zeros = convert(folder, tmp_path / "zero", options("deepspeed"))
+    assert any(
+        text.startswith("zeros for states that were never made")
+        and text.endswith("; they count the steps of their group")
+        for _, text in zeros.report.lines
+    ), zeros.report.lines

@@ -172,6 +172,22 @@ def test_other_classes_of_torchs_stay_what_they_are(tmp_path: Path, kind: type[t
     assert other.losses(2, 3) == wanted
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_a_class_is_known_by_the_settings_of_its_groups(
+    tmp_path: Path, kind: type[torch.optim.Optimizer], steps: int
+) -> None:
+    """Where nothing else says it, as of another format's folder, and before the first step, too, when there are no states."""
+    run = Run(0, kind=kind)
+    run.losses(0, steps)
+    folder, wanted = saved(tmp_path / "step", run), run.losses(steps, 3)
+    convert(folder, tmp_path / "dcp", ConvertOptions(to="dcp", fsync=False))
+    to_torch(tmp_path / "dcp", tmp_path / "back")
+    other = Run(1, kind=kind)
+    assert other.load(tmp_path / "back")["optimizer_params"]["class"] == kind.__name__
+    assert other.losses(steps, 3) == wanted
+
+
 def test_further_parts_of_a_loop_stay_in_the_file(tmp_path: Path) -> None:
     run = Run(0)
     run.losses(0, 1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.manager.run.adopt import Adoption, adopt
-from mcore_rlhf.manager.runs import listed_steps, run_at
+from mcore_rlhf.manager.runs import listed_steps, run_at, without_data
 from mcore_rlhf.manager.will_resume import forecast, forecast_for_its_writer, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
@@ -47,6 +50,23 @@ def test_each_rank_keeps_its_own_place_where_there_are_as_many(run: Path, tmp_pa
         assert kept == (run / STEP / f"data_{rank}.pt").read_bytes()
     (step,) = listed_steps(tmp_path / "new")
     assert (step.state, step.roles, outcomes(tmp_path / "new")) == ("committed", ("actor",), {Outcome.RESTORED})
+
+
+def test_of_all_ranks_the_place_is_looked_for(run: Path) -> None:
+    """Of which none has one where several have one place: of sequence parallelism, or under Ray, whose driver has the loader."""
+    step = run / STEP
+    assert not without_data(step, 2)
+    (step / "data_1.pt").unlink()
+    (said,) = without_data(step, 2)
+    assert said == (
+        "data_1.pt: without it verl's SFT begins its data anew, on 1 of 2 ranks, unless 2 ranks each share their data "
+        "(sequence parallelism, or Ray's driver)"
+    )
+    (step / "data_0.pt").rename(step / "data_1.pt")
+    (said,) = without_data(step, 2)
+    assert said == "data_0.pt: without it verl's SFT begins its data anew, on 1 of 2 ranks"
+    found = CliRunner().invoke(app, ["verify", str(step), "--json"])
+    assert json.loads(found.stdout)["missing"] == [said]
 
 
 @pytest.mark.parametrize(("to", "write"), [("verl-sft", {"dp": 3}), ("verl", {}), ("openrlhf", {})])

@@ -40,6 +40,13 @@ def test_either_side_may_have_masters_only(masters: Path) -> None:
         assert any("rounded" in note for note in result.notes)
 
 
+def test_masters_alone_are_held_against_each_other_and_missed(masters: Path) -> None:
+    """Where parameters alone are asked for; a buffer or two were compared, and all else was passed over."""
+    both = compared(masters, masters)
+    assert (both.equal, both.notes) == (True, [])
+    assert both.tensors == compared(GOLDEN, masters).tensors
+
+
 def test_a_master_that_does_not_round_to_the_parameter_is_a_difference(masters: Path) -> None:
     source = open_checkpoint(masters, ReadOptions())
     name = next(n for n in source.catalog if n.state == MASTER)
