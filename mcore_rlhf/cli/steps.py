@@ -86,7 +86,8 @@ def _with_advice(found: list[Step]) -> list[Step]:
 
 
 def _advice(step: Step) -> str:
-    if steps.step_of(step.path) is None and step_at(step.path) is None:
+    other = step_at(step.path)
+    if steps.step_of(step.path) is None and (other is None or other.trainer.in_place):
         return "it has no folder of its own for one; it is read and converted as it is"
     why_not = adopt.why_not(step.path)
     if why_not:

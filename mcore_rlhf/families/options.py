@@ -91,19 +91,21 @@ class RunOf:
 
     Args:
         name: The trainer.
-        second_group: Parts of the names of parameters that its optimizer has in a param group of their own; empty where nobody knows.
+        second_group: Parts of the names of parameters that its optimizer has in a param group of their own; None where nobody knows.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
         parts: Where it has the parts of a ``torch_dist`` checkpoint; None where that is one folder.
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
         tag: What it calls DeepSpeed's tags, with ``{step}``; empty where any name is as good.
+        shown: The folder of a run of the same trainer's that shows what it wants beside its models; empty where none was named.
     """
 
     name: str = ""
-    second_group: tuple[str, ...] = ()
+    second_group: tuple[str, ...] | None = None
     wants_schedule: bool = False
     parts: DistParts | None = None
     counts: bool = True
     tag: str = ""
+    shown: str = ""
 
     @property
     def arguments(self) -> Mapping[str, object]:

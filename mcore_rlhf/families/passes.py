@@ -307,9 +307,14 @@ def _as_run(p: Passage) -> Source:
 
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
-    if p.module is None or not p.write.run_of.second_group or p.write.like is not None or p.source.optimizer is None:
+    if (
+        p.module is None
+        or p.write.run_of.second_group is None
+        or p.write.like is not None
+        or p.source.optimizer is None
+    ):
         return False
-    own = p.to.lays_out_keys and p.source.format == p.to.name
+    own = p.to.lays_out_keys and p.source.format == p.to.name and p.write.run_of.second_group
     return not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
 
 

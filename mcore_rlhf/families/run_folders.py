@@ -2,7 +2,8 @@
 
 Sources, at the versions that ran: verl b178a3c ``trainer/ppo/ray_trainer.py`` (``global_step_N/actor``), RLinf a3816b5
 ``runners/reasoning_runner.py`` (the same), NeMo-RL 7ea279a ``nemo_rl/utils/checkpoint.py`` (``step_N/policy/weights``), torchtitan 0.2.2
-``components/checkpoint.py`` (``step-N``), Megatron (``iter_N``), transformers 5.23.0 ``trainer_utils.py`` (``checkpoint-N``).
+``components/checkpoint.py`` (``step-N``), Megatron (``iter_N``), transformers 5.23.0 ``trainer_utils.py`` (``checkpoint-N``), AReaL 1.0.4
+``areal/utils/{saver,recover}.py`` (``recover_checkpoint``, beside ``recover_info``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 
@@ -28,12 +30,49 @@ Source: slime 624b824, ``slime/rollout/data_source.py`` (``RolloutDataSource.sav
 """
 
 
+RECOVERED, RECOVER_INFO, RECOVER_STEP = "recover_checkpoint", "recover_info", "step_info.json"
+"""What AReaL calls a role's folder, the one beside the roles that says how far the run is, and the file in that with the step."""
+_GLOBAL_STEP, _MOST_STEPS = "global_step", 10**15
+
+
+def recovered_step(info: ReadablePath) -> int | None:
+    """How many steps a run of AReaL has done, which counts them from 0; None where the file is not there.
+
+    Args:
+        info: The folder with the file.
+
+    Raises:
+        Corrupt: It cannot be read, or does not say.
+    """
+    path = info / RECOVER_STEP
+    if not path.is_file():
+        return None
+    try:
+        said = reading.read_json(path)[_GLOBAL_STEP]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise Corrupt(
+            f"{path}: expected JSON with {_GLOBAL_STEP}: {type(error).__name__}: {error}\n{_NO_STEP}"
+        ) from error
+    if type(said) is not int or not -1 <= said < _MOST_STEPS:
+        raise Corrupt(f"{path}: {_GLOBAL_STEP} should be a whole number from -1 on, and is {said!r:.80}\n{_NO_STEP}")
+    return said + 1
+
+
+_NO_STEP = "AReaL itself begins such a run anew; a model of it is read as it is where its folder lies elsewhere."
+
+
 def named_step(path: ReadablePath) -> int | None:
-    """The step in the name of a folder, or of one above it; None where none says one.
+    """The step in the name of a folder, or of one above it, or in AReaL's file beside it; None where none says one.
 
     Args:
         path: A checkpoint's folder.
+
+    Raises:
+        Corrupt: See :func:`recovered_step`.
     """
+    here = absolute(path)
+    if here.name == RECOVERED and (found := recovered_step(here.parent.parent / RECOVER_INFO)) is not None:
+        return found
     return next((step for _, step in _steps_at(path)), None)
 
 

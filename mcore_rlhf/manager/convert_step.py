@@ -33,7 +33,7 @@ from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
-from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
+from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
@@ -43,9 +43,6 @@ from mcore_rlhf.trainers.table import Trainer
 
 from .into_run import (
     OF_TRAINER,
-    Beside,
-    add_beginning,
-    add_counters,
     add_position,
     as_step,
     beside,
@@ -60,6 +57,7 @@ from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
+from .run_sides import Beside, add_beginning, add_counters, add_made
 from .runs import manifest_of, run_at
 from .subject import Subject
 
@@ -145,8 +143,9 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         first = planned.source
         add_position(around, trainer, first)
         say_what_was_counted(around, trainer, first)
-        add_counters(around, trainer, step.step or 0, first.state.args)
+        add_counters(around, trainer, step.step or 0, first.state.args, options.write.run_of)
         settle_data(around, trainer, planned.target.parallel.dp)
+        add_made(around, trainer, options.write.run_of)
         add_beginning(around, trainer)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
@@ -246,13 +245,12 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     assert trainer is not None
     source = as_step(source, trainer, options) if source.alone else source  # opened once, to hear its step
     step = source.step or 0
-    folder = root if trainer.by_role else root / trainer.folder_of(step)
+    folder = root if trainer.unfolded else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
     _refuse_of_others(root, trainer)
     name = manifest_of(trainer)
-    with publication(
-        folder, lambda there: (there / name).is_file(), manifest_name=name, **published_by(options)
-    ) as into:
+    replaceable = partial(_is_as_written, name) if trainer.in_place else lambda there: (there / name).is_file()
+    with publication(folder, replaceable, manifest_name=name, **published_by(options)) as into:
         job = prepare_step(source, options)
         publish(conversion_of(job, options), into, options, progress)
     in_parts = any(planned.target.described for planned in job.jobs.values())
@@ -262,6 +260,19 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
     track(root, trainer, step, fsync=options.fsync)
     return job
+
+
+def _is_as_written(name: str, run: ReadablePath) -> bool:
+    """Whether a run's folder holds what a conversion left there and nothing else: its trainer may have gone on in it since.
+
+    Args:
+        name: What our manifest is called in it.
+        run: The folder.
+    """
+    if not (run / name).is_file():
+        return False
+    manifest = Manifest.read(run / name)
+    return {*files_below(run, refused)} <= {name, *manifest.files} and not check(run, manifest).found
 
 
 def _refuse_of_others(root: ReadablePath, trainer: Trainer | None = None) -> None:

@@ -6,12 +6,11 @@ and nobody has is made of what is known, and said.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.module import ModuleState
@@ -20,22 +19,25 @@ from mcore_rlhf.families.options import ConvertOptions, RunOf
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
+from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.patience import names_in
+from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
 from mcore_rlhf.trainers.table import STEP, Trainer
 
 from .rlhf.data_state import WHERE
-from .runs import run_at, step_at
+from .run_sides import Beside, known_of, unsaid_of
+from .runs import TrainerRun, run_at, step_at
 from .subject import Subject
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
 """Options that mean a Megatron layout."""
-_SAMPLES = "consumed_train_samples"
 _STATEFUL, _DATA = "stateful", "data"
 _COUNTERS = "trainer_state"
 """Under which key of client state the counters of transformers' Trainer travel."""
@@ -69,6 +71,8 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         raise Unsupported(
             f"--to {trainer.name}: runs of {trainer.title} are read, and not written as a whole\nWritten are: {writable}."
         )
+    if options.write.like is not None and trainer.in_place:
+        return _as_shown(options, trainer, shown)
     like, write = _like(options, trainer), options.write
     degrees = {name: getattr(write, name) for name in _LAYOUTS}
     if like is not None and not any(degree is not None for degree in degrees.values()):
@@ -102,6 +106,20 @@ def like_of(options: ConvertOptions, role: str) -> ConvertOptions:
     return options if place is None else replace(options, write=replace(options.write, like=str(place)))
 
 
+def _as_shown(options: ConvertOptions, trainer: Trainer, shown: TrainerRun | None) -> ConvertOptions:
+    """The same for a trainer whose files beside its models are those of the run that ``--like`` names.
+
+    Raises:
+        UsageError: It is no run of that trainer's.
+    """
+    if shown is None or shown.trainer is not trainer:
+        raise UsageError(
+            f"--like {options.write.like}: is no run of {trainer.title}, and what it has beside its models is wanted"
+        )
+    found = resolved(replace(options, write=replace(options.write, like=None)))
+    return replace(found, write=replace(found.write, run_of=replace(found.write.run_of, shown=str(shown.root))))
+
+
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
     """The model in Megatron's format that shows where the run has its parts; None where there is none."""
     if options.write.like is None or not trainer.parts:
@@ -109,31 +127,6 @@ def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
     path = checkpoint_path(Path(options.write.like).expanduser(), follow_links=options.read.follow_links)
     found = format_at(path) if path.is_dir() else None
     return path if found is not None and Takes.MEGATRON in found.takes else None
-
-
-@dataclass(slots=True)
-class Beside:
-    """What lies beside the models of a step that is written.
-
-    Args:
-        files: Files of the source that are taken over, by their names in the target.
-        texts: New files.
-        data: The state of the loader, where the trainer keeps it among a model's values.
-        ranks: How many loaders shared the data of the source's run.
-        said: Where the loader's state goes, and of which items that speaks; None where there is none.
-        report: What became of every file beside the source's models.
-    """
-
-    files: dict[str, str] = field(default_factory=dict)
-    texts: dict[str, bytes] = field(default_factory=dict)
-    data: object = None
-    ranks: int = 1
-    said: tuple[str, tuple[Item, ...]] | None = None
-    report: Report = field(default_factory=Report)
-
-    def goes_on(self, text: str, *about: Item) -> None:
-        """Note where the loader's state goes; :func:`settle_data` says it."""
-        self.said = text, about
 
 
 def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subject:
@@ -177,11 +170,14 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     data = WHERE if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
-        if name == data and _wants_loader(trainer):
+        if name == data and (_wants_loader(trainer) or (trainer.in_place and before is not trainer)):
             _add_data(found, source, name, trainer)
-        elif before is trainer:
+        elif before is trainer or (trainer.in_place and _is_as_it_was(source, trainer, name, found)):
             found.files[name] = name
-            found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
+            if name == trainer.data and trainer.in_place:
+                _look_at_shares(found, source, name, item)
+            else:
+                found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
         else:
             text = f"{name}: {trainer.title} has no place for it{_instead(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)
@@ -189,6 +185,11 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
         found.report.add(Fate.LOST, text)
     return found
+
+
+def _is_as_it_was(source: Subject, trainer: Trainer, name: str, found: Beside) -> bool:
+    """Whether a file lies in a step of ours as the trainer's own run of that step had it."""
+    return name in trainer.needs and name not in found.texts and trainer.numbered(source.folder) == source.step
 
 
 def _instead(trainer: Trainer) -> str:
@@ -211,19 +212,31 @@ def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> No
     """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's."""
     item = Item(Kind.FILE, name)
     try:
-        file = read_pt(source.folder, name, stubs=source.options.stubs)
-        tree = file.materialize(file.tree)
+        tree = _state_in(source, name)
     except CheckpointError as error:
         found.report.add(Fate.LOST, f"{name}: {error}", item)
         return
     if tree == {}:
         found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)
         return
-    own = name == WHERE and isinstance(tree, Mapping) and {"version", "kind", "state"} <= tree.keys()
+    if _is_pickle(name):
+        shares = tree if isinstance(tree, list) else [tree]
+        several = "" if len(shares) == 1 else f"counts the shares of {len(shares)} ranks"
+        if wrong := several or _without_sampler(shares[0]):
+            found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
+            return
+        tree = {"version": 1, "kind": _STATEFUL, "state": shares[0]}
+    own = (
+        (name == WHERE or _is_pickle(name))
+        and isinstance(tree, Mapping)
+        and {"version", "kind", "state"} <= tree.keys()
+    )
     if own and tree["kind"] != _STATEFUL:
         found.report.add(
             Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
         )
+    elif trainer.in_place:
+        _add_pickled(found, name, tree["state"] if own else tree, trainer)
     elif not trainer.data:
         found.data = tree["state"] if own else tree
         found.goes_on(f"{name}, among the values of the first model", item)
@@ -235,6 +248,48 @@ def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> No
         found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
 
 
+def _add_pickled(found: Beside, name: str, state: object, trainer: Trainer) -> None:
+    """The state of a loader for a trainer that pickles it: one of plain values, since its samplers have no generators."""
+    item, wrong = Item(Kind.FILE, name), _unfit(state, [0], 0)
+    try:
+        pickled = pickle_tree(state, trainer.data)
+        wrong = wrong or ("has tensors, as a sampler with a generator of its own has" if pickled.records else "")
+    except CheckpointError as error:
+        wrong = str(error)
+    if wrong:
+        found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
+        return
+    found.texts[trainer.data], found.ranks = pickled.data, 0
+    found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
+
+
+def _is_pickle(name: str) -> bool:
+    return name.endswith(".pkl")
+
+
+def _state_in(source: Subject, name: str) -> Any:
+    """The state of a loader, or of several, that a file holds; nothing of it is run."""
+    if _is_pickle(name):
+        return unpickle(reading.read_bytes(source.folder / name), str(source.folder / name), source.options.stubs)
+    file = read_pt(source.folder, name, stubs=source.options.stubs)
+    return file.materialize(file.tree)
+
+
+def _look_at_shares(found: Beside, source: Subject, name: str, item: Item) -> None:
+    """Note how many ranks' shares of the data a file counts; none where it is of one loader for all.
+
+    Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.load``: of another number it begins everything anew, with a warning).
+    """
+    try:
+        tree = _state_in(source, name)
+    except CheckpointError as error:
+        del found.files[name]
+        found.report.add(Fate.LOST, f"{name}: {error}", item)
+        return
+    found.ranks = len(tree) if isinstance(tree, list) else 0
+    found.goes_on(f"{name}, byte for byte", item)
+
+
 def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
     """What the trainer asks for among its first model's values, where the source has none of its own.
 
@@ -244,23 +299,14 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
         opened: The first model.
     """
     take_position(found, trainer, opened)
-    known = {**_known(opened.state.iteration, opened.state.args), _DATA: found.data or {}}
+    known = {**known_of(trainer, opened.state.iteration, opened.state.args), _DATA: found.data or {}}
     missing = [key for key in trainer.asks if key not in opened.state.other]
     if missing:
         found.report.add(
             Fate.DERIVED,
-            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{_unsaid(opened.state.args)}",
+            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid_of(opened.state.args)}",
         )
     return {key: known[trainer.asks[key]] for key in missing}
-
-
-def _known(step: int, args: Mapping[str, object]) -> dict[str, object]:
-    samples = args.get(_SAMPLES)
-    return {"step": step, "samples": samples if isinstance(samples, int) else 0, "zero": 0}
-
-
-def _unsaid(args: Mapping[str, object]) -> str:
-    return "" if isinstance(args.get(_SAMPLES), int) else "; nothing says how many samples were consumed: 0"
 
 
 def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
@@ -348,32 +394,15 @@ def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
     """
     if found.said is None:
         return
-    (text, about), wanted = found.said, dp if trainer.of_each_rank else 1
-    if found.ranks == wanted:
+    (text, about), wanted = found.said, dp if trainer.of_each_rank or trainer.in_place else 1
+    if found.ranks in (wanted, 0):
         found.report.add(Fate.KEPT, f"{text}: for the same data in the same order", *about)
         return
     for kept in (found.files, found.texts):
-        for rank in range(found.ranks):
+        for rank in range(max(found.ranks, 1)):
             kept.pop(trainer.data_file(rank), None)
     shares = f"counts the shares of {found.ranks} data-parallel ranks, and {trainer.title} has {wanted} there"
     found.report.add(Fate.LOST, f"{text}: {shares}; its data begin anew", *about)
-
-
-def add_beginning(found: Beside, trainer: Trainer) -> None:
-    """An empty state, with which a ``StatefulDataLoader`` begins anew, for a trainer that stops where it has none.
-
-    Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py`` (``load_state_dict``).
-
-    Args:
-        found: Gets it, where nothing else says how far the data are.
-        trainer: Whose run it goes into.
-    """
-    name = trainer.data_file()
-    if trainer.opens_data and name not in (*found.files, *found.texts):
-        found.texts[name] = saved({}, name)
-        found.report.add(
-            Fate.DERIVED, f"{name}: empty, since {trainer.title} opens it without a look; its data begin anew"
-        )
 
 
 def _not_the_runs(opened: Source, row: RunFiles) -> str:
@@ -399,7 +428,7 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         trainer: Whose run it is.
         opened: The first model.
     """
-    if not trainer.data or trainer.data_file() in (*found.files, *found.texts):
+    if not trainer.data or trainer.in_place or trainer.data_file() in (*found.files, *found.texts):
         return
     state = opened.state
     asking = ((trained, name) for trained in TRAINERS for name, what in trained.asks.items() if what == _DATA)
@@ -454,7 +483,7 @@ def _without_sampler(position: object) -> str:
 
 
 def _wants_loader(trainer: Trainer) -> bool:
-    return bool(trainer.data) or _DATA in trainer.asks.values()
+    return (bool(trainer.data) and not trainer.in_place) or _DATA in trainer.asks.values()
 
 
 def _formats(opened: Source) -> set[str]:
@@ -470,23 +499,6 @@ def _unfit(position: object, steps: list[object], step: int) -> str:
     if steps != [step]:  # values that were carried through a run which went on
         return f"is of step {', '.join(map(str, steps))}, and the model of step {step}"
     return ""
-
-
-def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, object]) -> None:
-    """The file without which the trainer passes over a step, where the source has none.
-
-    Args:
-        found: Gets it.
-        trainer: Whose run it is.
-        step: The step's number.
-        args: The arguments of the first model, which may say how many samples were consumed.
-    """
-    wanted = trainer.counters
-    if wanted is None or not wanted.fields or wanted.file in found.files:
-        return
-    known = _known(step, args)
-    found.texts[wanted.file] = json.dumps({name: known[what] for name, what in wanted.fields.items()}).encode()
-    found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{_unsaid(args)}")
 
 
 def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:

@@ -34,7 +34,7 @@ def manifest_of(trainer: Trainer) -> str:
     In folders that are called as our steps are, it is a step's.
     """
     ours = steps.step_of(PurePath(trainer.folder_of(0))) is not None
-    return MANIFEST_NAME if (trainer.alone and not ours) or trainer.by_role else steps.MANIFEST
+    return MANIFEST_NAME if (trainer.alone and not ours) or trainer.unfolded else steps.MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class TrainerStep:
             said = reading.read_json(self.folder / counters.file).get(counters.step)
         except (OSError, ValueError, AttributeError):
             return  # who opens it, or checks it, says what is wrong with it
-        if type(said) is int and said != self.step:
+        if type(said) is int and self.trainer.done(said) != self.step:
             raise LayoutMismatch(
                 f"{self.folder / counters.file}: {counters.step} is {said}, and the folder is {self.folder.name}\n"
                 "One of them is another step's: training would go on at the wrong one."
@@ -105,7 +105,7 @@ class TrainerStep:
 
     def described(self) -> Step:
         """As it stands in the list of a root's steps."""
-        if not self.trainer.by_role and is_there(self.folder / self.manifest):
+        if not self.trainer.unfolded and is_there(self.folder / self.manifest):
             found = steps.described(self.step, self.folder, self.manifest)
             return found if found.roles else replace(found, roles=tuple(self.models()))
         missing = {name for place in self.places.values() for name in self.trainer.missing(place)}
@@ -284,7 +284,7 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
     """
     if not root.is_dir():
         return None
-    by_role = _by_role(root)
+    by_role = _by_role(root) or _in_place(root)
     if by_role is not None:
         return by_role
     found = list[TrainerStep]()
@@ -386,6 +386,12 @@ def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, Readable
         number = trainer.step_aside(name)
         if number is not None and may_be_folder(root / name):
             yield number, root / name
+
+
+def _in_place(root: ReadablePath) -> TrainerRun | None:
+    """The run of a trainer whose one step is the run's folder."""
+    found = step_at(root)
+    return None if found is None or not found.trainer.in_place else TrainerRun(root, found.trainer, {found.step: found})
 
 
 def _by_role(root: ReadablePath) -> TrainerRun | None:

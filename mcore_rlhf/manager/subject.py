@@ -371,7 +371,7 @@ def _chosen_of(run: TrainerRun, step: int | None, newest_intact: bool, progress:
     tracked = run.tracked()
     meant = tracked if tracked in numbers else numbers[0] if len(numbers) == 1 else None
     if meant is None or newest_intact:
-        listed = "; ".join(one.describe() for one in passed_over[:_SHOWN]) or "there is none that is whole"
+        listed = "; ".join(one.describe() for one in passed_over[:_SHOWN] or run.folders()[-_SHOWN:])
         raise (UsageError if numbers else NotACheckpoint)(
             f"{run.root}: which of {run.trainer.title}'s steps is meant? {listed}\nName one with --step N, or give its folder."
         )
@@ -387,8 +387,15 @@ def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
     if not models:
         return None
     manifest = steps.read_manifest(step.folder) if is_there(step.folder / steps.MANIFEST) else None
-    others = () if step.trainer.by_role else tuple(_beside(step.folder, models.values()))
+    others = _beside_of(step, models.values())
     return Subject(step.folder, models, options, step.step, manifest, others)
+
+
+def _beside_of(step: TrainerStep, models: Collection[ReadablePath]) -> tuple[str, ...]:
+    """The files of another trainer's step that lie in none of its models' folders; where that is the run's own, what it goes on by."""
+    if step.trainer.in_place:
+        return tuple(name for name in step.trainer.needs if is_there(step.folder / name))
+    return () if step.trainer.by_role else tuple(_beside(step.folder, models))
 
 
 def _beside(folder: ReadablePath, models: Collection[ReadablePath]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
 from mcore_rlhf.trainers.known import called_so
 from mcore_rlhf.trainers.loaders import deepspeed
@@ -40,6 +41,8 @@ from .runs import counted_step, run_at, step_at
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
 _DEPTH = 6
 """``optimizer_state_dict/base_optimizer_state/param_groups/0/params/0``."""
+_PLAIN_PICKLE = b"\x80"
+"""A pickle without a zip round it begins so, of any protocol from 2 on."""
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _LOOKED_INTO = 4096
 """Files of a folder that are looked into; of those after them only the names are asked."""
@@ -178,7 +181,7 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
     taken = _of_root(path, loader, _named_in(loader, settings))
     if taken.folder is None and not taken.stops and not _holds_steps(path, trainer):
         raise NotACheckpoint(
-            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100)}\n"
+            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100) or trainer.marks[0]}\n"
             "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
         )
     return taken if taken.folder is None else replace(taken, places=_places(taken.folder, trainer))
@@ -337,10 +340,17 @@ def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
         if name.rpartition("/")[2] == METADATA_FILE:
             found = read_metadata((folder / name).parent)
             return frozenset((*found.tensors, *found.objects))
-        tree = reading.read_json(folder / name) if name.endswith(".json") else read_rank_file(folder, name).tree
+        tree = _tree_of(folder, name)
     except (CheckpointError, OSError, ValueError):
         return frozenset()
     return frozenset(_paths(tree, "", _DEPTH))
+
+
+def _tree_of(folder: ReadablePath, name: str) -> object:
+    if name.endswith(".json"):
+        return reading.read_json(folder / name)
+    data = reading.read_bytes(folder / name) if name.endswith(".pkl") else b""
+    return unpickle(data, name) if data.startswith(_PLAIN_PICKLE) else read_rank_file(folder, name).tree
 
 
 def _paths(value: object, at: str, depth: int) -> Iterator[str]:

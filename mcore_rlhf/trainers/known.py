@@ -10,6 +10,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 
 from . import (
     accelerate,
+    areal,
     lightning,
     megatron,
     nemo_rl,
@@ -27,7 +28,8 @@ from . import (
 from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TUNING, verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    verl.TUNING, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
+    open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
@@ -65,8 +67,10 @@ def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
 
     Raises:
         LayoutMismatch: It has files of two that share nothing.
+        Corrupt: Whoever wrote it has the number in a file, which does not say one.
     """
     found = [(one, number) for one, number in called_so(step.name) if one.wrote(step)]
+    found = found or [(one, one.numbered(step) or 0) for one in TRAINERS if one.in_place and one.wrote(step)]
     for one, _ in found[1:]:
         first = found[0][0]
         if one.name not in first.over:

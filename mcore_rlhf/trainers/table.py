@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from string import Formatter
@@ -28,7 +28,8 @@ class Counters:
     Args:
         file: JSON, relative to the step.
         step: The field that is the step's number.
-        fields: What a new file says: fields, and what each is: ``step`` or ``samples``.
+        fields: What a new file says: fields, and what each is: ``step``, ``samples`` or ``number`` (what the trainer calls that step); or
+            the ``epoch`` that it is in, where in it (``of_epoch``) and how many steps one has (``per_epoch``), as a run shows.
     """
 
     file: str
@@ -44,7 +45,7 @@ class Trainer:
         name: What it is called on the command line.
         title: What its authors call it.
         steps: What a step's folder is called in the root: patterns with one field, ``{step}``, and ``*`` for any text; the first, which has
-            none, is the one that is written.
+            none, is the one that is written. None where the run's folder is its one step, which the next one is written over.
         marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
         beside: Patterns, with ``{step}``, of what lies beside its steps in the root, of which one is there: what tells a step from those of
             the trainer that it saves with, where nothing in the step does.
@@ -64,7 +65,12 @@ class Trainer:
             the loader's own state.
         asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
         counters: Which file says how far the run is; None where its formats' own do.
-        second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where a run says, or nobody.
+        numbered: Gives the number of a step in the run's own folder: how many are done; None where the file that says it is not there.
+        first: What it calls the step after which one is done; those that are done are what everybody else calls a step.
+        made: Files that it wants beside its counters, and what is in one that is made, where nobody has it; JSON.
+        made_says: What that makes it do, in words.
+        second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where it has one group, and
+            None where a run says, or nobody.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
@@ -94,7 +100,11 @@ class Trainer:
     skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
-    second_group: tuple[str, ...] = ()
+    numbered: Callable[[ReadablePath], int | None] = lambda root: None
+    first: int = 1
+    made: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    made_says: str = ""
+    second_group: tuple[str, ...] | None = None
     wants_schedule: bool = False
     formats: tuple[str, ...] = ()
     parts: tuple[DistParts, ...] = ()
@@ -106,6 +116,24 @@ class Trainer:
     def alone(self) -> bool:
         """Whether a step's folder is one model's own."""
         return not self.by_role and [*self.roles.values()] == [(HERE,)]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the run's folder is its one step."""
+        return not self.steps
+
+    @property
+    def unfolded(self) -> bool:
+        """Whether its steps have no folder of their own, in which a manifest could vouch for one."""
+        return self.by_role or self.in_place
+
+    def done(self, number: int) -> int:
+        """The steps that are done after the one that it calls so."""
+        return number + 1 - self.first
+
+    def number(self, step: int) -> int:
+        """What it calls a step: the other way round of :meth:`done`."""
+        return step - 1 + self.first
 
     def place_of(self, role: str, *, megatron: bool = False) -> str | None:
         """Where a role's model is written in a step, or in the root of a run by role; None where the trainer has no such role.
@@ -141,12 +169,13 @@ class Trainer:
         return self.data.format(rank=rank)
 
     def folder_of(self, step: int) -> str:
-        """The name of a step's folder."""
-        return self.steps[0].format(step=step)
+        """The name of a step's folder; empty where that is the root."""
+        return self.steps[0].format(step=self.number(step)) if self.steps else HERE
 
     def step_of(self, name: str) -> int | None:
         """The step whose folder is called so; None where none is."""
-        return _number(self._steps, name)
+        found = _number(self._steps, name)
+        return None if found is None else self.done(found)
 
     def step_aside(self, name: str) -> int | None:
         """The step that is being written or replaced in a folder of that name; None where none is."""

@@ -386,7 +386,7 @@ _OTHER_THINGS = {
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
-    **{f"trainers/{name}.py": "what the trainer is given" for name in ("nemo_rl", "openrlhf", "rlinf", "torchtitan", "verl")},
+    **{f"trainers/{name}.py": "what the trainer is given" for name in ("areal", "nemo_rl", "openrlhf", "rlinf", "torchtitan", "verl")},
 }  # fmt: skip
 
 

@@ -32,6 +32,7 @@ CONFIG = GOLDENS / "trainers" / "config.json"
 SOURCES = {
     "verl (FSDP2)": GOLDENS / "verl" / "fsdp2_tied_ws2",
     "RLinf (FSDP2)": GOLDENS / "trainers" / "rl_fsdp2" / "grpo" / "checkpoints",
+    "AReaL (FSDP2)": GOLDENS / "areal" / "trial",
     "OpenRLHF (ZeRO-2)": GOLDENS / "trainers" / "or_z2",
     "NeMo-RL (DTensor v1)": GOLDENS / "trainers" / "nm_v1",
     "NeMo-RL (DTensor v2)": GOLDENS / "nemo_rl" / "v2_ws2",

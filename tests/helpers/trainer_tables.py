@@ -25,10 +25,11 @@ def _table() -> str:
 
 def _row(one: Trainer) -> str:
     steps = ", ".join(f"`{pattern.replace('{step}', 'N').replace('{step:07d}', 'NNNNNNN')}`" for pattern in one.steps)
+    steps = steps or "the run itself, written over"
     models = ", ".join(
         f"{role}: {f'`{places[0]}/`' if places[0] != HERE else 'the step itself'}" for role, places in one.roles.items()
     )
-    resumes = _RESUMES[one.resumes] + (f" (`{one.tracker}`)" if one.tracker else "")
+    resumes = "its one step" if one.in_place else _RESUMES[one.resumes] + (f" (`{one.tracker}`)" if one.tracker else "")
     formats = ", ".join(f"`{name}`" for name in one.formats)
     wrote = f"`{one.name}`: {formats}" if formats else "read only"
     return f"| {one.title} | {steps} | {models} | {f'`{one.data}`' if one.data else 'not in a file of its own'} | {resumes} | {wrote} |"

@@ -140,7 +140,7 @@ def in_groups_of(run: RunOf, source: Source) -> Source:
 
 def _shares(run: RunOf, names: list[str]) -> list[list[str]]:
     """The parameters of each group that a trainer makes."""
-    apart = {name for name in names if any(part in name for part in run.second_group)}
+    apart = {name for name in names if any(part in name for part in run.second_group or ())}
     found = [[name for name in names if name not in apart], [name for name in names if name in apart]]
     return [share for share in found if share]
 

@@ -80,19 +80,21 @@ def scheduler_key(rest: Mapping[str, object]) -> str:
 
 
 def iteration_of(
-    named: int | None, rest: Mapping[str, object], scheduler: Mapping[str, object] | None, groups: tuple[ParamGroup, ...], notes: Report
+    named: int | None, rest: Mapping[str, object], scheduler: Mapping[str, object] | None, groups: tuple[ParamGroup, ...], notes: Report,
+    where: str = "the folder's name",
 ) -> int:  # fmt: skip
     """The iteration, for which an FSDP run's files have no place of their own.
 
     Args:
-        named: The step in the folders' names.
+        named: The step in the folders' names, or beside them.
         rest: May hold a counter.
         scheduler: Counts its steps.
         groups: Count the optimizer's.
         notes: Told where it comes from.
+        where: Who names the step.
     """
     if named is not None:
-        notes.add(Fate.NOTE, f"iteration {named}: from the folder's name")
+        notes.add(Fate.NOTE, f"iteration {named}: from {where}")
         return named
     for path in _COUNTERS:
         found = _number(_at(rest, path))

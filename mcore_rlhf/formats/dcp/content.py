@@ -33,24 +33,24 @@ from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import NEMO_APART, NEMO_RL, OF_RLINF, RLINF_FOLDER
+from .folders import NEMO_APART, NEMO_RL, RLINF_FOLDER
 from .fused import FUSED, FusedParam, fused_again
-from .keys import KEYS_OF, RLINF, KeyLayout, Style, flattened, joined
+from .keys import AREAL, KEYS_OF, LAYOUTS, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
 _FSDP2 = "fsdp2"
 
 
 def for_run(source: Source, options: WriteOptions) -> Source:
-    """The source without the keys that it had in another trainer's DCP folder, where RLinf is to load it, which knows its own alone.
+    """The source without the keys that it had in another trainer's DCP folder, where one is to load it that knows its own alone.
 
     Args:
         source: Any source of module names.
         options: Whose run it is for.
     """
     own = DcpState.of(source)
-    layout = own.layout if own else _former_layout(source)
-    if options.run_of.name != OF_RLINF or layout is None or layout.rest == RLINF.rest:
+    layout, wanted = own.layout if own else _former_layout(source), LAYOUTS.get(options.run_of.name)
+    if wanted is None or layout is None or layout.rest == wanted.rest:
         return source
     return replace(source, family=replace(ModuleState.needed(source, "dcp").base(), laid_out={}))
 
@@ -63,6 +63,8 @@ def rest_of(source: Source, choices: Choices) -> dict[str, object]:
         choices: What the target is to be.
     """
     own = DcpState.of(source)
+    if choices.bare:
+        return {}
     if own is not None:
         return _with_rng(dict(own.rest), source, choices)
     former = _former_layout(source)
@@ -140,6 +142,7 @@ class Choices:
         dtype: What trained parameters become, or None to leave them.
         rng: ``keep``, ``derive`` or ``drop``.
         made: Whether a scheduler of torch's is made up.
+        bare: Whether nothing but model and optimizer is in it, as AReaL has it.
         apart: The folders of model and optimizer, where each is a DCP folder of its own; empty where both are in one.
     """
 
@@ -152,6 +155,7 @@ class Choices:
     dtype: DType | None = None
     rng: str = "keep"
     made: bool = False
+    bare: bool = False
     apart: tuple[str, ...] = ()
 
     @property
@@ -183,11 +187,12 @@ def choose(source: Source, options: WriteOptions) -> Choices:
     if optimizer:
         check_groups(source)
     former = _former_layout(source)
-    layout = own.layout if own else former or RLINF
+    usual = LAYOUTS.get(options.run_of.name, RLINF)
+    layout, bare = own.layout if own else former or usual, usual is AREAL
     if not optimizer:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
-        layout = replace(layout, optimizer=RLINF.optimizer)
+        layout = replace(layout, optimizer=usual.optimizer)
     apart, known = NEMO_APART if options.run_of.name == NEMO_RL else (), own.layout if own else former
     wanted = KEYS_OF.get(options.run_of.name)
     if wanted is not None and (known is None or (known.model, known.style) != wanted):
@@ -199,12 +204,12 @@ def choose(source: Source, options: WriteOptions) -> Choices:
     dp = options.dp or source.parallel.dp
     was = DcpState.of(source), _former_layout(source)
     anew = was[1] is None or (source.state.scheduler is not None and not _keeps_schedule(source))
-    made = was[0] is None and optimizer and anew
-    kept = any(was) or isinstance(source.state.other.get(RNG), Mapping)
+    made = was[0] is None and optimizer and anew and not bare
+    kept = bare or any(was) or isinstance(source.state.other.get(RNG), Mapping)
     return Choices(
-        dp, layout, apart[0] if apart else own.inner if own else RLINF_FOLDER if former is None else "",
-        own.weights if own else former is None, optimizer, optimizer, dtype,
-        options.rng or ("keep" if kept else "derive"), made, apart,
+        dp, layout, apart[0] if apart else own.inner if own else RLINF_FOLDER if former is None and not bare else "",
+        own.weights if own else former is None and not bare, optimizer, optimizer, dtype,
+        options.rng or ("keep" if kept else "derive"), made, bare, apart,
     )  # fmt: skip
 
 

@@ -83,8 +83,8 @@ _ANYBODYS = "model"
 """A name that a role may have as well: what is called so is the model of a checkpoint only where an optimizer lies beside it."""
 NEMO_APART = ("weights", "optimizer")
 """As a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
-NEMO_RL, OF_RLINF = "nemo-rl", "rlinf"
-"""Trainers for whose runs keys and folders are not those that a source had: see :attr:`.WriteOptions.run_of`."""
+NEMO_RL = "nemo-rl"
+"""A trainer for whose runs the folders are not those that a source had: see :attr:`.WriteOptions.run_of`."""
 APART = ("pytorch_model_fsdp_0", "optimizer_0")
 """accelerate's two, as it is told to load them: of its first model, and its first optimizer."""
 

@@ -133,6 +133,13 @@ Sources: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``
 """
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""
+AREAL = KeyLayout(("dcp", "model"), ("dcp", "optim"))
+LAYOUTS: Mapping[str, KeyLayout] = {"rlinf": RLINF, "areal": AREAL}
+"""Trainers whose keys are always these, whatever the source's were.
+
+Sources: RLinf a3816b5, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``; AReaL 1.0.4, ``areal/engine/fsdp_engine.py``
+(``_save_to_dcp``), ``areal/engine/fsdp_utils/checkpoint.py`` (``DCPState``: model and optimizer, and nothing beside them).
+"""
 ACCELERATE = KeyLayout(("model",), ("optimizer",))
 """What accelerate has in its two. Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``)."""
 

@@ -18,6 +18,7 @@ from mcore_rlhf.families.fsdp.tied import find_aliases
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -26,7 +27,7 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.models.torchtitan import OWN_NAMES, release_of
 from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, PieceTensor, read_pieces
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
@@ -444,7 +445,10 @@ class _DcpReader:
             state = self.sidecar.state
             return state if self._with_optimizer else replace(state, groups=())
         scheduler, other = scheduler_of(family.rest)
-        step = iteration_of(self.located.step, family.rest, scheduler, groups, self.notes)
+        where = (
+            f"{RECOVER_INFO}/{RECOVER_STEP}" if absolute(self.located.root).name == RECOVERED else "the folder's name"
+        )
+        step = iteration_of(self.located.step, family.rest, scheduler, groups, self.notes, where)
         return TrainingState(step, groups=groups, scheduler=scheduler, other=other)
 
 

@@ -21,7 +21,7 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Kind, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Kind, Reason, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.families.fsdp.state import MADE, RNG
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of, value_items
@@ -100,11 +100,14 @@ def _content(source: Source, choices: Choices, rest: Mapping[str, object]) -> Co
 
 def _holds(source: Source, content: Content) -> Inventory:
     """Everything that is carried: what the keys have no place for travels in an item of its own."""
+    if content.choices.bare:
+        return {item: value for item, value in inventory_of(source).items() if item.kind in _BARE or item == _ITERATION}
     rest = dict(value_items(content.rest))
     held = {item: value for item, value in inventory_of(source).items() if item != _STATES}
     return {**held, **{item: value for item, value in rest.items() if item.kind is Kind.RNG}}
 
 
+_BARE, _ITERATION = (Kind.GROUP, Kind.MODEL), facts.Item(Kind.VALUE, "iteration")
 _STATES = facts.Item(Kind.RNG, RNG)
 """The random states that RLinf's loader asks for; a run's own, under other keys, are client state, and lie beside."""
 
@@ -120,7 +123,7 @@ class _DcpTarget:
     def target(self, report: Report) -> Target:
         everything = list(self.content.parts())
         folders = {part: self.choices.folder_of(part.path) for part in everything}
-        texts, lost = self._sidecar().texts(_below(self.choices.inner, ""))
+        texts, lost = ({}, []) if self.choices.bare else self._sidecar().texts(_below(self.choices.inner, ""))
         files: list[TargetFile] = []
         for folder in dict.fromkeys(folders.values()):
             parts = [part for part in everything if folders[part] == folder]
@@ -221,6 +224,15 @@ def _had_rng(t: _DcpTarget) -> bool:
 
 
 _OF_RNG = [facts.Item(Kind.RNG)]
+_OF_RUN = (Kind.SCHEDULER, Kind.SCALER, Kind.RNG)
+
+
+def _has_more(source: Source) -> bool:
+    """Whether a run has a schedule, random states or values of its own."""
+    items = inventory_of(source)
+    return any(item.kind in _OF_RUN or (item.kind is Kind.VALUE and item != _ITERATION) for item in items)
+
+
 _RULES: tuple[Rule[_DcpTarget], ...] = (
     Rule(Fate.CHANGED, "every tensor is cut in {found}, which any number of ranks loads; "
          "{0.source.parallel.world_size} ranks wrote the source",
@@ -237,7 +249,10 @@ _RULES: tuple[Rule[_DcpTarget], ...] = (
          "of that trainer's makes them its own",
          lambda t: _is_new(t) and t.choices.inner and not t.choices.apart),
     Rule(Fate.KEPT, "keys as the DCP folder had them that the run came from, at the top of the folder",
-         lambda t: _is_new(t) and not t.choices.inner),
+         lambda t: _is_new(t) and not t.choices.inner and not t.choices.bare),
+    Rule(Fate.LOST, "schedule, random states and client state: AReaL stores model and optimizer alone, writes over them, and "
+         "begins the rest anew", lambda t: t.choices.bare and _has_more(t.source), [facts.Item(kind) for kind in (*_OF_RUN, Kind.VALUE)]),
+    Rule(Reason.OF_ENGINE, when=lambda t: t.choices.bare, of=[facts.Item(kind) for kind in (Kind.ARGUMENT, Kind.CONFIG, Kind.OPTIMIZER)]),
     Rule(Fate.LOST, "fp32 masters: the parameters become {0.choices.dtype}, and FSDP has no other place for them",
          lambda t: t.choices.loses_masters, [facts.Item(Kind.TENSOR, MASTER)]),
     Rule(Fate.DERIVED, "parameters: the fp32 masters, which FSDP trains and rounds as it computes; {found[0]} is written nowhere",

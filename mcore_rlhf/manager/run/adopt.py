@@ -169,13 +169,13 @@ def _step_of(folder: ReadablePath) -> tuple[int, str]:
     if step is not None:
         return step, steps.MANIFEST
     other = step_at(folder)
-    run = run_at(folder) if other is None else None
+    run = run_at(folder) if other is None or other.trainer.in_place else None
     if run is not None:
         raise UsageError(
             f"{folder}: a step's folder is called global_step_N, or as its trainer calls it; this is a root of {run.trainer.title}'s"
             + (
                 "\nThis trainer's steps have no folder of their own for a manifest; verify checks them as they are."
-                if run.trainer.by_role
+                if run.trainer.unfolded
                 else f"\nGive one of them: {', '.join(one.folder.name for one in run.found.values())}."
             )
         )

@@ -6,6 +6,7 @@ from mcore_rlhf.trainers.resuming import Loader
 
 from . import (
     accelerate,
+    areal,
     deepspeed,
     megatron,
     megatron_bridge,
@@ -20,5 +21,5 @@ from . import (
 
 LOADERS: tuple[Loader, ...] = (
     megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, verl.TUNING_LOADER,
-    openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
+    openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, areal.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
 )  # fmt: skip
