@@ -95,6 +95,7 @@ class RunOf:
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
         parts: Where it has the parts of a ``torch_dist`` checkpoint; None where that is one folder.
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
+        strategy: What its rank files say of their strategy; empty where they do not.
     """
 
     name: str = ""
@@ -102,6 +103,7 @@ class RunOf:
     wants_schedule: bool = False
     parts: DistParts | None = None
     counts: bool = True
+    strategy: str = ""
 
     @property
     def arguments(self) -> Mapping[str, object]:

@@ -42,13 +42,13 @@ from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
 from .into_run import (
-    OF_TRAINER,
     Beside,
     add_beginning,
     add_counters,
     add_position,
     as_step,
     beside,
+    like_of_role,
     resolved,
     say_what_was_counted,
     settle_data,
@@ -60,7 +60,7 @@ from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
 from .runs import manifest_of, run_at
-from .subject import Subject
+from .subject import OF_TRAINER, Subject
 
 
 @dataclass(slots=True)
@@ -132,6 +132,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         wanted_of = _nothing if asked is None else partial(values_of, around, asked)
         try:
             reading = replace(options, read=step.reading(role))
+            reading = reading if trainer is None else like_of_role(reading, trainer, role)
             jobs[role] = prepare(folder, reading, by_parts=by_parts, wanted_of=wanted_of)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")

@@ -25,12 +25,12 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
-from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
-from mcore_rlhf.trainers.table import STEP, Trainer
+from mcore_rlhf.trainers.known import TRAINERS, trainer_named
+from mcore_rlhf.trainers.table import HERE, STEP, Trainer
 
 from .rlhf.data_state import WHERE
 from .runs import run_at, step_at
-from .subject import Subject
+from .subject import Subject, former_of
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
@@ -44,8 +44,6 @@ _LOADERS = ("_num_yielded", "_snapshot")
 _YIELDED = "_sampler_iter_yielded"
 _SAMPLERS, _MAIN = ("_sampler_iter_state", "_index_sampler_state"), ("_snapshot", "_main_snapshot")
 """What it has of its sampler, and where that lies in one with workers. Source: the same."""
-OF_TRAINER = "trainer"
-"""Whose a step is that was written for another trainer, in what its manifest reports."""
 
 
 def resolved(options: ConvertOptions) -> ConvertOptions:
@@ -78,8 +76,25 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts)
+    parts = trainer.parts_like(like)
+    run = RunOf(trainer.name, trainer.second_group, trainer.wants_schedule, parts, trainer.counts, trainer.strategy)
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
+
+
+def like_of_role(options: ConvertOptions, trainer: Trainer, role: str) -> ConvertOptions:
+    """The options with the folder of a role of the step that ``--like`` names, where its trainer calls that otherwise.
+
+    Args:
+        options: How the role's model is converted.
+        trainer: Whose run it goes into.
+        role: The role.
+    """
+    given = None if options.write.like is None else Path(options.write.like).expanduser()
+    shown = None if given is None else step_at(given)
+    place = trainer.place_of(role)
+    if shown is None or shown.trainer is not trainer or place in (None, HERE, role):
+        return options
+    return replace(options, write=replace(options.write, like=f"{given}/{place}"))
 
 
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
@@ -153,13 +168,13 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         trainer: Whose run it goes into.
         left_out: Roles of models that the trainer does not have.
     """
-    found, before = Beside(), _former(source)
-    data = WHERE if before is None else before.data
+    found, before = Beside(), former_of(source)
+    data = _data_of_ours(source) if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
         if name == data and _wants_loader(trainer):
             _add_data(found, source, name, trainer)
-        elif before is trainer:
+        elif before is trainer or (before is None and name in trainer.marks):
             found.files[name] = name
             found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
         else:
@@ -171,20 +186,17 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     return found
 
 
+def _data_of_ours(source: Subject) -> str:
+    """Where a step of ours says how far the data are: in our own place, or as the trainer had it from whose step it was made."""
+    places = (WHERE, *(one.data for one in TRAINERS if one.data and not one.of_each_rank))
+    return next((name for name in places if name in source.others), WHERE)
+
+
 def _instead(trainer: Trainer) -> str:
     """What a trainer goes by that has no place for the loader's state."""
     if trainer.skips:
         return f"; when it resumes it passes over as many batches of its own order as {trainer.skips} counts steps"
     return "; its data begin anew, unless the script goes forward itself"
-
-
-def _former(source: Subject) -> Trainer | None:
-    """Whose step it is; None for one of ours, which may have the same folders."""
-    manifest = source.manifest
-    if manifest is not None and not (manifest.report.get(OF_TRAINER) or manifest.provenance.get("adopted")):
-        return None
-    written = writer_of(source.folder)
-    return written[0] if written is not None else None
 
 
 def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> None:
@@ -465,8 +477,12 @@ def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, 
     if wanted is None or not wanted.fields or wanted.file in found.files:
         return
     known = _known(step, args)
-    found.texts[wanted.file] = json.dumps({name: known[what] for name, what in wanted.fields.items()}).encode()
-    found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{_unsaid(args)}")
+    fields = {name: known[what] for name, what in wanted.fields.items()}
+    of_torch = wanted.file.endswith(".pt")
+    found.texts[wanted.file] = saved(fields, wanted.file) if of_torch else json.dumps(fields).encode()
+    found.report.add(
+        Fate.DERIVED, f"{wanted.file}: step {step}{_unsaid(args) if 'samples' in wanted.fields.values() else ''}"
+    )
 
 
 def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from mcore_rlhf.errors import LayoutMismatch
@@ -18,6 +18,7 @@ from . import (
     prime_rl,
     ray_train,
     rlinf,
+    skyrl,
     slime,
     torch_checkpointing,
     torchtitan,
@@ -27,7 +28,7 @@ from . import (
 from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TUNING, verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    verl.TUNING, skyrl.TRAINER, verl.TRAINER, rlinf.TRAINER, open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
@@ -47,6 +48,13 @@ def left_by_trainers() -> tuple[str, ...]:
     """What lies in a step, or in a model of one, that some trainer wrote: names and patterns."""
     marks = (mark.removeprefix("*/") for one in TRAINERS for mark in (*one.marks, *filter(None, [one.tracker])))
     return tuple(dict.fromkeys([*marks, *_OF_FORMATS]))
+
+
+@cache
+def roles_by_folder(name: str) -> Mapping[str, str]:
+    """The roles of models whose folders trainers call otherwise, in steps of such a name, by those folders' names."""
+    named = ((role, places) for one in TRAINERS if one.step_of(name) is not None for role, places in one.roles.items())
+    return {place: role for role, places in named for place in places if place and place != role}
 
 
 def called_so(name: str) -> Iterator[tuple[Trainer, int]]:

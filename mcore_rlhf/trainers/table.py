@@ -26,7 +26,7 @@ class Counters:
     """The file in a step that says how far the run is.
 
     Args:
-        file: JSON, relative to the step.
+        file: JSON, or a file of ``torch.save`` (``.pt``), relative to the step.
         step: The field that is the step's number.
         fields: What a new file says: fields, and what each is: ``step`` or ``samples``.
     """
@@ -66,6 +66,8 @@ class Trainer:
         counters: Which file says how far the run is; None where its formats' own do.
         second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where a run says, or nobody.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
+        strategy: What each rank's file says of the strategy that wrote it, where the trainer has rank files of FSDP2 alone, with one param
+            group; empty elsewhere.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
         parts: Where a model in ``torch_dist`` has its parts: the usual way first, and others, of which a checkpoint of a run shows which
@@ -96,6 +98,7 @@ class Trainer:
     counters: Counters | None = None
     second_group: tuple[str, ...] = ()
     wants_schedule: bool = False
+    strategy: str = ""
     formats: tuple[str, ...] = ()
     parts: tuple[DistParts, ...] = ()
     megatrons: str = ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Report
@@ -47,7 +48,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import Manner, manner_of, with_items, with_strategy
+from .manner import CLIENT, OF_RANK, TAG, Manner, manner_of, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
@@ -89,9 +90,15 @@ class _RanksReader:
     collected: Collected = field(default_factory=Collected)
     unplaced: Unplaced = field(default_factory=Unplaced)
     random: list[Rng] = field(default_factory=list)
+    strategy: str = ""
+
+    def __post_init__(self) -> None:
+        first = "" if self.items else next(chain(*self.extra.values()), "")
+        tree = read_pt(self.root, first, stubs=self.options.stubs).tree if first else None
+        self.strategy = strategy_in(tree)
 
     def source(self) -> Source:
-        whose = "torch_checkpointing's" if self.items else "verl's"
+        whose = "torch_checkpointing's" if self.items else "SkyRL's" if self.strategy else "verl's"
         self.notes.add(Fate.NOTE, f"{whose} rank files, of {len(self.model)} ranks")
         refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
@@ -146,6 +153,7 @@ class _RanksReader:
             found = with_strategy(manner_of(self.model), self.root, self.model, self.optim)
         except Unsupported:  # what is read and not written
             return None
+        found = replace(found, strategy=self.strategy)
         if self.items:
             found = with_items(found, self.model[0], self.optim[:1], self.extra)
         groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
@@ -474,7 +482,12 @@ class _RanksReader:
         tree = opened.materialize(opened.tree)
         if item:
             return {item: tree}
-        return dict(tree) if isinstance(tree, dict) else {}
+        found = dict(tree) if isinstance(tree, dict) else {}
+        if not self.strategy:
+            return found
+        return {
+            key: value for key, value in found.items() if key not in OF_RANK and (value or key not in (CLIENT, TAG))
+        }
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""

@@ -1,0 +1,101 @@
+"""SkyRL itself goes on from what was made of its runs, and of others': by its own strategy, and its own trainer beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
+from tests.trainers import lab as labs
+
+RELEASE = "skyrl-0.3.0"
+Seen = list[dict[str, Any]]
+
+
+class Lab(labs.Lab):
+    """Runs of SkyRL, each done once."""
+
+    def carry_out(self, world: int, do: Sequence[tuple[str, object]], **how: Any) -> Seen:
+        needed = [RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+        return self.run("skyrl_job", needed, world, do, **how)
+
+    def trained(self, world: int = 2, **how: Any) -> tuple[Path, Seen]:
+        """The root of a run, and what it saw in two steps more."""
+        key = f"{world}-{sorted(how.items())}"
+        path = self.folder / f"run-{len(self.before)}" / "global_step_3"
+        path, wanted = self.once(key, path, lambda do: self.carry_out(world, do, **how))
+        return path.parent, wanted
+
+    def goes_on(self, *roots: Path, world: int = 2, **how: Any) -> list[Seen]:
+        """What it sees in two steps from each."""
+        do = [order for root in roots for order in (("load", root / "global_step_3"), ("train", 2))]
+        seen = self.carry_out(world, do, **{**how, "seed": 7})
+        return [seen[at : at + 2] for at in range(0, len(seen), 2)]
+
+
+@pytest.fixture(scope="module")
+def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    return Lab(trainers, tmp_path_factory.mktemp("skyrl"))
+
+
+def learnt(seen: Seen) -> list[dict[str, Any]]:
+    """What does not depend on the random numbers that are drawn beside."""
+    return [{key: value for key, value in step.items() if "drawn" not in key and key != "at"} for step in seen]
+
+
+def told(root: Path, world: int = 2, role: str = "actor") -> dict[Thing, Outcome]:
+    found = forecast(root, loader_named("skyrl")[0], Settings(), world)
+    return {one.thing: one.row.outcome for one in found.roles[role]}
+
+
+def test_it_goes_on_from_its_own(lab: Lab) -> None:
+    """Policy, critic, schedule, random states, place in the data, counters and tracker: all as if nothing had happened."""
+    run, wanted = lab.trained(critic=True)
+    assert set(told(run).values()) == {Outcome.RESTORED}
+    target, job = lab.convert(run, "skyrl", "same")
+    assert job.lossless
+    assert set(told(target).values()) == set(told(target, role="critic").values()) == {Outcome.RESTORED}
+    (seen,) = lab.goes_on(target, critic=True)
+    assert [step.pop("at") for step in seen] == [3, 3]
+    assert seen == wanted
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_goes_on_from_what_every_format_became(lab: Lab, tied: bool) -> None:
+    run, wanted = lab.trained(tied=tied)
+    by: dict[str, dict[str, Any]] = {
+        "megatron": {"tp": 2, "dp": 1}, "megatron-dist": {"pp": 2, "dp": 1}, "deepspeed": {"zero_stage": 2, "dp": 2}, "universal": {},
+        "dcp": {"dp": 3}, "hf": {"with_optimizer": True}, "verl": {},
+    }  # fmt: skip
+    made = []
+    for name, write in by.items():
+        there, _ = lab.convert(run, name, f"{tied}-{name}", **write)
+        back, job = lab.convert(there, "skyrl", f"{tied}-from-{name}", dp=2, like=str(run))
+        assert not any("data.pt" in text for text in job.report.lost), job.report.lost
+        made.append(back)
+    for root, seen in zip(made, lab.goes_on(*made, tied=tied), strict=True):
+        assert learnt(seen) == learnt(wanted), root
+
+
+def test_it_goes_on_with_another_number_of_ranks(lab: Lab) -> None:
+    """Which SkyRL itself cannot: it asks for files of as many ranks."""
+    run, wanted = lab.trained(critic=True)
+    assert told(run, 3)[Thing.WEIGHTS] is Outcome.REFUSED
+    three, _ = lab.convert(run, "skyrl", "three", dp=3)
+    assert set(told(three, 3).values()) == {Outcome.RESTORED}
+    (seen,) = lab.goes_on(three, world=3, critic=True)
+    assert [step["data"] for step in seen] == [step["data"] for step in wanted]
+    for name in ("loss", "critic loss"):
+        assert [step[name] for step in seen] == pytest.approx([step[name] for step in wanted], abs=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["async", "sft"])
+def test_its_other_trainers_go_on(lab: Lab, kind: str) -> None:
+    run, wanted = lab.trained(kind=kind)
+    target, job = lab.convert(run, "skyrl", f"{kind}-same")
+    assert job.lossless
+    assert [learnt(seen) for seen in lab.goes_on(target, kind=kind)] == [learnt(wanted)]
