@@ -21,7 +21,22 @@ import torch.distributed as dist
 import typing_extensions
 
 from tests.trainers.absent import stand_in
-from tests.trainers.lessons import BETAS, DECAY, RATE, WARM, WHOLE, Learner, Step, begin, loss_of, model_of, seen_of
+from tests.trainers.lessons import BATCH as SHARED
+from tests.trainers.lessons import (
+    BETAS,
+    DECAY,
+    RATE,
+    VOCABULARY,
+    WARM,
+    WHOLE,
+    WIDTH,
+    Learner,
+    Step,
+    begin,
+    loss_of,
+    model_of,
+    seen_of,
+)
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # which pydantic wants before Python 3.12
 stand_in("flash_attn", "vllm", "httpx", "wandb", "liger_kernel")
@@ -47,22 +62,36 @@ def _on_cpus() -> None:
     fsdp_utils._sync_non_persistent_buffers = sync
 
 
+def critic_of(orders: dict[str, Any]) -> torch.nn.Module:
+    """SkyRL's own class of a critic, with weights from a seed."""
+    from skyrl.backends.skyrl_train.workers.model_wrapper import _get_critic_model
+    from transformers import AutoModel
+
+    made: Any = model_of(orders)
+    base = AutoModel._model_mapping[type(made.config)]
+    critic: torch.nn.Module = _get_critic_model(base.__base__, base)(made.config).float()
+    critic.model.load_state_dict(made.model.state_dict())
+    return critic
+
+
 class Model(Learner):
     """A policy, or a critic, under SkyRL's strategy."""
 
-    def __init__(self, orders: dict[str, Any], seed: int) -> None:
+    def __init__(self, orders: dict[str, Any], role: str) -> None:
         from skyrl.backends.skyrl_train.distributed.fsdp_strategy import FSDPStrategy
         from skyrl.train.config import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimizerConfig
 
-        made = model_of({**orders, "seed": seed})
+        self.loss = {"policy": loss_of, "critic": _loss_of_values}[role]
+        made = {"policy": model_of, "critic": critic_of}[role](orders)
         if lora := orders.get("lora"):
             from peft import LoraConfig, get_peft_model
 
             made = get_peft_model(made, LoraConfig(task_type="CAUSAL_LM", r=lora, target_modules=["q_proj", "v_proj"]))
         fsdp = FSDPConfig(mixed_precision=MixedPrecisionConfig("fp32", "fp32", "fp32"))
         learning = OptimizerConfig(
-            lr=RATE, adam_betas=list(BETAS), weight_decay=DECAY, num_warmup_steps=WARM, scheduler="cosine"
-        )
+            lr=RATE, adam_betas=list(BETAS), weight_decay=DECAY, num_warmup_steps=WARM, scheduler="cosine",
+            max_grad_norm=orders.get("clip", 1.0),
+        )  # fmt: skip
         described = ModelConfig()
         described.lora.rank = orders.get("lora", 0)
         self.strategy = FSDPStrategy(fsdp, learning, described, num_training_steps=WHOLE)
@@ -70,10 +99,19 @@ class Model(Learner):
         self.model, self.optimizer, self.schedule = self.strategy.prepare((made, None, None))
 
     def step(self, number: int) -> Step:
-        loss = loss_of(self.model, number)
+        loss = self.loss(self.model, number)
         self.strategy.backward(loss, self.model, self.optimizer)
         self.strategy.optimizer_step(self.optimizer, self.model, self.schedule)
         return seen_of(loss, self.schedule.get_last_lr())
+
+
+def _loss_of_values(model: Any, number: int) -> torch.Tensor:
+    """How far a critic's values of this rank's share of a batch are from what its words say."""
+    words = torch.randint(0, VOCABULARY, (SHARED, WIDTH), generator=torch.Generator().manual_seed(2000 + number))
+    share = words.chunk(dist.get_world_size())[dist.get_rank()]
+    model.train()
+    values = model(share, num_actions=WIDTH - 1, attention_mask=torch.ones_like(share))
+    return torch.nn.functional.mse_loss(values, share[:, 1:] / VOCABULARY)
 
 
 class Dispatch:
@@ -112,9 +150,8 @@ class Run:
         _on_cpus()
         self.kind = orders.get("kind", "ppo")
         self.trainer = {"ppo": RayPPOTrainer, "async": FullyAsyncRayPPOTrainer, "sft": SFTTrainer}[self.kind]
-        self.models = {"policy": Model(orders, orders["seed"])}
-        if orders.get("critic"):
-            self.models["critic"] = Model(orders, orders["seed"] + 1)
+        roles = ("policy", "critic") if orders.get("critic") else ("policy",)
+        self.models = {role: Model(orders, role) for role in roles}
         order = torch.Generator().manual_seed(orders["seed"])
         items: Any = range(ITEMS)
         self.loader = StatefulDataLoader(items, batch_size=BATCH, shuffle=True, num_workers=0, generator=order)

@@ -93,6 +93,22 @@ def test_it_goes_on_with_another_number_of_ranks(lab: Lab) -> None:
         assert [step[name] for step in seen] == pytest.approx([step[name] for step in wanted], abs=2e-6)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_goes_on_from_a_run_of_verl(lab: Lab, tied: bool) -> None:
+    """With equal losses; of tied weights until the first update, since it trains them apart."""
+    how = {"strategy": "fsdp", "tied": tied}
+    path = lab.folder / f"verl-{tied}" / "global_step_3" / "actor"
+    verl = ["verl-0.9.1", "needs"]
+    _, wanted = lab.once(f"verl-{tied}", path, lambda do: lab.run("verl_job", verl, 2, do, **how))
+    own, _ = lab.trained(tied=tied)
+    target, job = lab.convert(path.parent, "skyrl", f"of-verl-{tied}", like=str(own))
+    (seen,) = lab.goes_on(target, tied=tied, clip=0.0)
+    same = 1 if tied else 2
+    assert [step["loss"] for step in seen[:same]] == [step["loss"] for step in wanted[:same]]
+    texts = [found.text for found in job.jobs["actor"].report.changed]
+    assert any("SkyRL trains lm_head.weight apart" in text for text in texts) is tied
+
+
 @pytest.mark.parametrize("kind", ["async", "sft"])
 def test_its_other_trainers_go_on(lab: Lab, kind: str) -> None:
     run, wanted = lab.trained(kind=kind)

@@ -36,6 +36,8 @@ OF_RANK = (STRATEGY, "world_size", "rank")
 
 Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/fsdp_strategy.py`` (``save_checkpoint``, ``load_checkpoint``).
 """
+VALUE_HEAD, SCORE = "value_head.weight", "score.weight"
+"""What SkyRL calls its critics' head, and what others do. Source: SkyRL 0.3.0, ``skyrl/train/config/config.py`` (``value_head_prefix``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,8 @@ def _members(model: RankFile, optimizer: RankFile) -> tuple[tuple[str, ...], ...
         names = name_numbers(collected, shapes, states, optimizer.directory.path.parent, Report())
     except Unsupported:
         return None
-    return tuple(tuple(names[str(number)] for number in group[PARAMS]) for group in groups)
+    called = {VALUE_HEAD: SCORE}
+    return tuple(tuple(called.get(name := names[str(number)], name) for number in group[PARAMS]) for group in groups)
 
 
 def _is_dict(value: Any) -> bool:

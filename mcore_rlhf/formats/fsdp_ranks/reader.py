@@ -30,7 +30,7 @@ from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.order import Unit, ordered
 from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, is_of_one, iteration_of
-from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
+from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity, untied
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -48,7 +48,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import CLIENT, OF_RANK, TAG, Manner, manner_of, strategy_in, with_items, with_strategy
+from .manner import CLIENT, OF_RANK, SCORE, TAG, VALUE_HEAD, Manner, manner_of, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
@@ -109,6 +109,7 @@ class _RanksReader:
         groups = tuple(self._trained(group, states) for group in listed)
         members = {name for group in groups for name in group.params}
         aliases = self._aliases(tensors, states, config)
+        config = untied(config, tensors.keys() - aliases.keys(), self.notes) if self.strategy else config
         entries: dict[TensorName, TensorEntry] = {}
         specs = []
         for name, parts in tensors.items():
@@ -188,8 +189,10 @@ class _RanksReader:
             others = {k: v for k, v in values.items() if v is not None and not isinstance(v, Local | StoredTensor)}
             self.unplaced.look(file.file, others, {})
         ranks = self._of_one(ranks)
+        if called := {VALUE_HEAD: SCORE} if self.strategy and VALUE_HEAD in ranks[0] else {}:
+            self.notes.add(Fate.NOTE, f"{VALUE_HEAD}: is a critic's head, and is called {SCORE}")
         return {
-            name: [values[name] for values in ranks]
+            called.get(name, name): [values[name] for values in ranks]
             for name, value in ranks[0].items()
             if isinstance(value, Local | StoredTensor)
         }

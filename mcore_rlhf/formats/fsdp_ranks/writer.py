@@ -45,7 +45,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
 from .groups import as_run_has, rates_of
-from .manner import CLIENT, OF_RANK, STRATEGY, TAG, VERSION, Manner, like
+from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, like
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
 
@@ -98,6 +98,11 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     kept = keeps_states(source, world, options.rng) and (manner.items is None or RNG in manner.items)
     ranks = _Ranks(source, module, manner, world, optimizer, groups, view, dtype, kept)
     ranks.check()
+    if ranks.apart:
+        text = ", ".join(f"{name} apart from {owner}" for name, owner in ranks.apart.items())
+        report.add(
+            Fate.CHANGED, f"tied weights: SkyRL trains {text}; each gets the values and states that were of both"
+        )
     _report(source, optimizer, dtype, report)
     scheduled = manner.items is None or SCHEDULER in manner.items
     scheduler = _scheduler(source, manner, groups, optimizer, report) if scheduled else None
@@ -188,6 +193,11 @@ class _Ranks:
     dtype: DType | None
     keeps_random: bool
 
+    @property
+    def apart(self) -> Mapping[str, str]:
+        """Second names of tied weights, and their owners, where the trainer trains both: see :func:`.tied.untied`."""
+        return self.module.shared if self.manner.strategy else {}
+
     def check(self) -> None:
         """Everything that verl could not load.
 
@@ -203,6 +213,9 @@ class _Ranks:
                 problems.add(
                     Unsupported, f"{self.source.root}: {name} has no dimensions, and FSDP takes no such parameters"
                 )
+        if self.manner.strategy and (bias := f"{SCORE.removesuffix('weight')}bias") in self._names():
+            text = f"{self.source.root}: {bias}: SkyRL's critics have a head without one, and refuse it"
+            problems.add(Unsupported, text, "Train a critic of SkyRL's anew; --role actor converts the policy alone.")
         _, strange = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
         if strange and self.optimizer and not self.manner.says_names:
             some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
@@ -357,7 +370,8 @@ class _Ranks:
             tree[name] = dtensor(
                 file.add(entry.name, shape, dtype, part(shape, dim, self.world, rank)), shape, dim, mesh
             )
-        return file.layout(tree)
+        called = {SCORE: VALUE_HEAD} if self.manner.strategy else {}
+        return file.layout(OrderedDict((called.get(name, name), value) for name, value in tree.items()))
 
     def _numbered(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP2's optimizer: states by the parameters' numbers, cut as they are."""
@@ -380,8 +394,10 @@ class _Ranks:
         """
         if self.manner.says_names:
             return [list(group.params) for group in self.groups]
-        place, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        names = [*(spec.name for spec in self._params()), *self.apart]
+        place, _ = ordered(names, self.module.config, self.module.order)
         where = {name: number for number, group in enumerate(self.groups) for name in group.params}
+        where |= {name: where[owner] for name, owner in self.apart.items() if owner in where}
         found: list[list[str]] = [[] for _ in self.groups]
         listed = None if self.manner.members is None else {name for names in self.manner.members for name in names}
         for name in place:
@@ -448,7 +464,8 @@ class _Ranks:
 
     def _scalars(self, name: str) -> dict[str, object]:
         """A parameter's own step, as the group has it that it comes from."""
-        return next((own_scalars(group) for group in self.source.state.groups if name in group.params), {})
+        owner = self.apart.get(name, name)
+        return next((own_scalars(group) for group in self.source.state.groups if owner in group.params), {})
 
 
 def _flattened(
