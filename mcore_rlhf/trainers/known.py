@@ -77,7 +77,7 @@ def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
     found = [(one, number) for one, number in called_so(step.name) if one.wrote(step)]
     for one, _ in found[1:]:
         first = found[0][0]
-        if one.name not in first.over:
+        if one.name not in first.over or first.is_not_of(step, one):
             raise LayoutMismatch(
                 f"{step}: holds files of {first.title} and of {one.title}, and is a step of one of them\nMove those of the other away."
             )

@@ -162,6 +162,13 @@ class Trainer:
             lies_in(step.parent, mark.format(step=number)) for mark in self.beside
         )
 
+    def is_not_of(self, step: ReadablePath, other: Trainer) -> bool:
+        """Whether a step of its own has a model where it has none itself, and another trainer does."""
+        own = {place for places in self.roles.values() for place in places}
+        return any(
+            (step / place).is_dir() for places in other.roles.values() for place in places if place and place not in own
+        )
+
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
         """What it looks for in a step that is not there, so that it does not go on from it."""
         gone = (names for names in self.needs if not any((step / name).exists() for name in names.split("|")))

@@ -210,6 +210,11 @@ def strategy_in(extra: object) -> str:
     return said if isinstance(said, str) else ""
 
 
+def of_run(extra: Mapping[str, object]) -> dict[str, object]:
+    """What such a file says of the run: not which rank's it is, nor what is empty in every run of SkyRL."""
+    return {key: value for key, value in extra.items() if key not in OF_RANK and (value or key not in (CLIENT, TAG))}
+
+
 def _like_items(root: Path) -> Manner:
     files = rank_items.item_files(root)
     model = read_rank_file(root, files.pop(rank_items.MODEL)[0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Report
@@ -48,7 +47,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import CLIENT, OF_RANK, SCORE, TAG, VALUE_HEAD, Manner, manner_of, strategy_in, with_items, with_strategy
+from .manner import SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
@@ -93,9 +92,10 @@ class _RanksReader:
     strategy: str = ""
 
     def __post_init__(self) -> None:
-        first = "" if self.items else next(chain(*self.extra.values()), "")
-        tree = read_pt(self.root, first, stubs=self.options.stubs).tree if first else None
-        self.strategy = strategy_in(tree)
+        first = () if self.items else tuple(*self.extra.values())[:1]
+        self.strategy = next(
+            (strategy_in(read_pt(self.root, name, stubs=self.options.stubs).tree) for name in first), ""
+        )
 
     def source(self) -> Source:
         whose = "torch_checkpointing's" if self.items else "SkyRL's" if self.strategy else "verl's"
@@ -486,11 +486,7 @@ class _RanksReader:
         if item:
             return {item: tree}
         found = dict(tree) if isinstance(tree, dict) else {}
-        if not self.strategy:
-            return found
-        return {
-            key: value for key, value in found.items() if key not in OF_RANK and (value or key not in (CLIENT, TAG))
-        }
+        return of_run(found) if self.strategy else found
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
