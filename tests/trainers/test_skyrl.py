@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from tests.trainers import lab as labs
 
-RELEASE = "skyrl-0.3.0"
+RELEASE, STEP = "skyrl-0.3.0", "global_step_3"
 Seen = list[dict[str, Any]]
 
 
@@ -26,13 +31,13 @@ class Lab(labs.Lab):
     def trained(self, world: int = 2, **how: Any) -> tuple[Path, Seen]:
         """The root of a run, and what it saw in two steps more."""
         key = f"{world}-{sorted(how.items())}"
-        path = self.folder / f"run-{len(self.before)}" / "global_step_3"
+        path = self.folder / f"run-{len(self.before)}" / STEP
         path, wanted = self.once(key, path, lambda do: self.carry_out(world, do, **how))
         return path.parent, wanted
 
     def goes_on(self, *roots: Path, world: int = 2, **how: Any) -> list[Seen]:
         """What it sees in two steps from each."""
-        do = [order for root in roots for order in (("load", root / "global_step_3"), ("train", 2))]
+        do = [order for root in roots for order in (("load", root / STEP), ("train", 2))]
         seen = self.carry_out(world, do, **{**how, "seed": 7})
         return [seen[at : at + 2] for at in range(0, len(seen), 2)]
 
@@ -97,7 +102,7 @@ def test_it_goes_on_with_another_number_of_ranks(lab: Lab) -> None:
 def test_it_goes_on_from_a_run_of_verl(lab: Lab, tied: bool) -> None:
     """With equal losses; of tied weights until the first update, since it trains them apart."""
     how = {"strategy": "fsdp", "tied": tied}
-    path = lab.folder / f"verl-{tied}" / "global_step_3" / "actor"
+    path = lab.folder / f"verl-{tied}" / STEP / "actor"
     verl = ["verl-0.9.1", "needs"]
     _, wanted = lab.once(f"verl-{tied}", path, lambda do: lab.run("verl_job", verl, 2, do, **how))
     own, _ = lab.trained(tied=tied)
@@ -105,8 +110,33 @@ def test_it_goes_on_from_a_run_of_verl(lab: Lab, tied: bool) -> None:
     (seen,) = lab.goes_on(target, tied=tied, clip=0.0)
     same = 1 if tied else 2
     assert [step["loss"] for step in seen[:same]] == [step["loss"] for step in wanted[:same]]
-    texts = [found.text for found in job.jobs["actor"].report.changed]
+    texts = [text for _, text in job.jobs["actor"].report.lines]
     assert any("SkyRL trains lm_head.weight apart" in text for text in texts) is tied
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}])
+def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -> None:
+    """Megatron goes on from what it became with equal losses, and SkyRL from its own; what it says of itself are no degrees."""
+    folder = lab.folder / "-".join(map(str, *parallel.items())) / STEP
+    how = {"parallel": parallel, "fully": True}
+    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+    own, wanted = lab.once(
+        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
+    )
+    torch.save({"global_step": 3}, folder / "trainer_state.pt")
+    assert {told(folder)[thing] for thing in (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG)} == {
+        Outcome.RESTORED
+    }
+    source = open_checkpoint(own, ReadOptions())
+    assert (source.state.iteration, source.states) == (3, ("master", "exp_avg", "exp_avg_sq"))
+    assert source.parallel.tp == parallel.get("tp", 1)
+    there = lab.folder / f"{folder.parent.name}-megatron"
+    write = WriteOptions(**parallel, dp=1)
+    assert convert(own, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=write)).lossless
+    do = [("load", own), ("train", 2), ("load", there), ("train", 2)]
+    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
+    assert seen[:2] == wanted
+    assert [(step["loss"], step["lr"]) for step in seen[2:]] == [(step["loss"], step["lr"]) for step in wanted]
 
 
 @pytest.mark.parametrize("kind", ["async", "sft"])

@@ -43,6 +43,8 @@ _DRIVER, _STRATEGY = (
 )
 _OF_MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
 _FSDP = has(_MODEL, _OPTIM, _EXTRA, "fsdp_config.json")
+_MEGATRON = has(".metadata", "metadata.json", "common.pt")
+_IN_MEGATRON = "backends/skyrl_train/distributed/megatron/megatron_strategy.py:{} (load_checkpoint)"
 _PREFIX, _INTERVAL = "global_step_", 10
 
 
@@ -72,7 +74,7 @@ def _above(name: str, is_there: bool = True) -> Callable[[Seen], object]:
 
 
 def _other_dtype(seen: Seen) -> object:
-    return seen.held.dtype not in ("", "float32") and {"was": seen.held.dtype}
+    return _FSDP(seen) and seen.held.dtype not in ("", "float32") and {"was": seen.held.dtype}
 
 
 def _fully_async(seen: Seen) -> object:
@@ -114,8 +116,19 @@ ROWS = rows_of(
     _inside((Thing.SCHEDULER,), _REFUSED, UNRATED, "529", unrated(_EXTRA, _OPTIM, "lr_scheduler/")),
     _inside((Thing.RNG,), _ANEW, "{file} has no {key}: the seed's own states; nothing is said", "533", without(_EXTRA, "rng")),
     _inside((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", "534", without(_EXTRA, "cpu", "numpy", "random", inside="rng/")),
-    Habit(_OF_MODEL, _REFUSED, "no files of ranks are there: a FileNotFoundError", _STRATEGY.format("490"), lambda seen: not _FSDP(seen),
-        True),
+    Habit(_OF_MODEL, _REFUSED, "no files of ranks are there: a FileNotFoundError", _STRATEGY.format("490"),
+        lambda seen: not _FSDP(seen) and not _MEGATRON(seen), True),
+    Habit(_OF_MODEL, _REFUSED, "{file} {wrong}: loading it fails", _IN_MEGATRON.format("397"),
+        both(_MEGATRON, broken(".metadata", "metadata.json", "common.pt", "*.distcp"))),
+    Habit(_OF_MODEL, _REFUSED, "a file is missing: {problem}", _IN_MEGATRON.format("397"),
+        lambda seen: _MEGATRON(seen) and seen.held.incomplete and {"problem": seen.held.problem}),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: an AssertionError", _IN_MEGATRON.format("419"),
+        both(_MEGATRON, without("common.pt", "lr_scheduler"))),
+    Habit((Thing.RNG,), _ANEW, "{file} has no {key}: the seed's own states; nothing is said", _IN_MEGATRON.format("426"),
+        both(_MEGATRON, without("common.pt", "rng"))),
+    Habit((Thing.RNG,), _RESTORED, "rng in common.pt: all ranks get those of rank 0", _IN_MEGATRON.format("427"), _MEGATRON, True),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _RESTORED, "torch_dist in the role's folder", _IN_MEGATRON.format("397"),
+        _MEGATRON, True),
     Habit((Thing.WEIGHTS,), _RESTORED, "model_world_size_….pt of each rank", _STRATEGY.format("519"), ran=True),
     Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _STRATEGY.format("524"), ran=True),
     Habit((Thing.SCHEDULER, Thing.RNG), _RESTORED, "extra_state_world_size_….pt of each rank", _STRATEGY.format("529"), ran=True),
