@@ -65,8 +65,11 @@ class Run:
     def load(self, path: str) -> None:
         """By SkyRL; or what Megatron-LM loads, but for arguments, of which SkyRL stores none."""
         if Path(path, TRACKER).is_file():
-            megatron_checkpoint._check = lambda trainer, args: None
-            megatron_checkpoint.load(self.trainer, path, rng=False)
+            folder = Path(path, f"iter_{int(Path(path, TRACKER).read_text()):07d}", megatron_checkpoint.rank_folder())
+            state = torch.load(folder / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+            megatron_checkpoint._load_model(self.trainer, state)
+            megatron_checkpoint._load_optimizer(self.trainer, state, folder)
+            self.trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
             return
         self.strategy.load_checkpoint(self.model, path, self.trainer.optimizer, self.trainer.scheduler)
 

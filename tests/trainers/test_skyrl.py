@@ -131,7 +131,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     assert (source.state.iteration, source.states) == (3, ("master", "exp_avg", "exp_avg_sq"))
     assert source.parallel.tp == parallel.get("tp", 1)
     there = lab.folder / f"{folder.parent.name}-megatron"
-    write = WriteOptions(**parallel, dp=1)
+    write = WriteOptions(**parallel, dp=1, transformer_impl="local")
     assert convert(own, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=write)).lossless
     do = [("load", own), ("train", 2), ("load", there), ("train", 2)]
     seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
