@@ -26,7 +26,7 @@ from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named
-from mcore_rlhf.trainers.table import HERE, STEP, Trainer
+from mcore_rlhf.trainers.table import STEP, Trainer
 
 from .rlhf.data_state import WHERE
 from .runs import run_at, step_at
@@ -89,12 +89,11 @@ def like_of_role(options: ConvertOptions, trainer: Trainer, role: str) -> Conver
         trainer: Whose run it goes into.
         role: The role.
     """
-    given = None if options.write.like is None else Path(options.write.like).expanduser()
-    shown = None if given is None else step_at(given)
-    place = trainer.place_of(role)
-    if shown is None or shown.trainer is not trainer or place in (None, HERE, role):
+    shown = None if options.write.like is None else step_at(Path(options.write.like).expanduser())
+    place = None if shown is None or shown.trainer is not trainer else shown.folder / (trainer.place_of(role) or role)
+    if place is None or place.name == role or not place.is_dir():
         return options
-    return replace(options, write=replace(options.write, like=f"{given}/{place}"))
+    return replace(options, write=replace(options.write, like=str(place)))
 
 
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:

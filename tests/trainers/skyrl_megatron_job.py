@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import typing
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,7 @@ import torch
 import torch.distributed as dist
 import typing_extensions
 
-from mcore_rlhf.demo import megatron_checkpoint
 from mcore_rlhf.demo.configs import Parallel, Training
-from mcore_rlhf.families.megatron.folders import TRACKER
 from tests.reference.dist_jobs import write_in_this_process
 from tests.trainers.absent import stand_in
 from tests.trainers.lessons import Step, begin
@@ -63,14 +60,6 @@ class Run:
         self.strategy.save_checkpoint(self.model, path, dist.get_rank(), self.trainer.optimizer, self.trainer.scheduler)
 
     def load(self, path: str) -> None:
-        """By SkyRL; or what Megatron-LM loads, but for arguments, of which SkyRL stores none."""
-        if Path(path, TRACKER).is_file():
-            folder = Path(path, f"iter_{int(Path(path, TRACKER).read_text()):07d}", megatron_checkpoint.rank_folder())
-            state = torch.load(folder / "model_optim_rng.pt", map_location="cpu", weights_only=False)
-            megatron_checkpoint._load_model(self.trainer, state)
-            megatron_checkpoint._load_optimizer(self.trainer, state, folder)
-            self.trainer.scheduler.load_state_dict(state["opt_param_scheduler"])
-            return
         self.strategy.load_checkpoint(self.model, path, self.trainer.optimizer, self.trainer.scheduler)
 
 
