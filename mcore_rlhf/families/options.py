@@ -97,6 +97,7 @@ class RunOf:
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
         tag: What it calls DeepSpeed's tags, with ``{step}``; empty where any name is as good.
         shown: The folder of a run of the same trainer's that shows what it wants beside its models; empty where none was named.
+        strategy: What its rank files say of their strategy; empty where they do not.
     """
 
     name: str = ""
@@ -106,6 +107,7 @@ class RunOf:
     counts: bool = True
     tag: str = ""
     shown: str = ""
+    strategy: str = ""
 
     @property
     def arguments(self) -> Mapping[str, object]:

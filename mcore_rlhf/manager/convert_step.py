@@ -41,25 +41,15 @@ from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap
 from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .into_run import (
-    OF_TRAINER,
-    add_position,
-    as_step,
-    beside,
-    like_of,
-    resolved,
-    say_what_was_counted,
-    settle_data,
-    track,
-    values_of,
-)
+from .into_run import as_step, beside, like_of, resolved, track, values_of
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
+from .run_data import add_position, say_what_was_counted, settle_data
 from .run_sides import Beside, add_beginning, add_counters, add_made
 from .runs import manifest_of, run_at
-from .subject import Subject
+from .subject import OF_TRAINER, Subject
 
 
 @dataclass(slots=True)

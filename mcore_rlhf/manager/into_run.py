@@ -6,48 +6,29 @@ and nobody has is made of what is known, and said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
-from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
-from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, RunOf
-from mcore_rlhf.families.source import Source, StoredFile
-from mcore_rlhf.families.trainer_files import ROWS, RunFiles
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
-from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.patience import names_in
-from mcore_rlhf.storage.pickling import pickle_tree
-from mcore_rlhf.storage.pt import PtFile, read_pt
-from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
-from mcore_rlhf.trainers.known import TRAINERS, trainer_named, writer_of
-from mcore_rlhf.trainers.table import STEP, Trainer
+from mcore_rlhf.trainers.known import TRAINERS, trainer_named
+from mcore_rlhf.trainers.table import Trainer
 
-from .rlhf.data_state import WHERE
+from .run_data import DATA, add_data, data_of_ours, instead_of_loader, look_at_shares, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
 from .runs import TrainerRun, run_at, step_at
-from .subject import Subject
+from .subject import Subject, former_of
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
 """Options that mean a Megatron layout."""
-_STATEFUL, _DATA = "stateful", "data"
-_COUNTERS = "trainer_state"
-"""Under which key of client state the counters of transformers' Trainer travel."""
-_LOADERS = ("_num_yielded", "_snapshot")
-"""What a loader's state has, of one without workers and with. Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py``."""
-_YIELDED = "_sampler_iter_yielded"
-_SAMPLERS, _MAIN = ("_sampler_iter_state", "_index_sampler_state"), ("_snapshot", "_main_snapshot")
-"""What it has of its sampler, and where that lies in one with workers. Source: the same."""
-OF_TRAINER = "trainer"
-"""Whose a step is that was written for another trainer, in what its manifest reports."""
 
 
 def resolved(options: ConvertOptions) -> ConvertOptions:
@@ -82,10 +63,10 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     megatron = any(degree is not None for degree in degrees.values())
     wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
     to = (wanted or [*trainer.formats])[0]
-    tag = trainer.steps[0] if trainer.by_role else ""
     run = RunOf(
-        trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts, tag
-    )
+        trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts,
+        tag=trainer.steps[0] if trainer.by_role else "", strategy=trainer.strategy,
+    )  # fmt: skip
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
 
 
@@ -166,20 +147,20 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         trainer: Whose run it goes into.
         left_out: Roles of models that the trainer does not have.
     """
-    found, before = Beside(), _former(source)
-    data = WHERE if before is None else before.data
+    found, before = Beside(), former_of(source)
+    data = data_of_ours(source) if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
-        if name == data and (_wants_loader(trainer) or (trainer.in_place and before is not trainer)):
-            _add_data(found, source, name, trainer)
-        elif before is trainer or (trainer.in_place and _is_as_it_was(source, trainer, name, found)):
+        if name == data and (wants_loader(trainer) or (trainer.in_place and before is not trainer)):
+            add_data(found, source, name, trainer)
+        elif before is trainer or _is_as_it_was(source, trainer, before, name, found):
             found.files[name] = name
             if name == trainer.data and trainer.in_place:
-                _look_at_shares(found, source, name, item)
+                look_at_shares(found, source, name, item)
             else:
                 found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
         else:
-            text = f"{name}: {trainer.title} has no place for it{_instead(trainer) if name == data else ''}"
+            text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)
     for role in left_out:
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
@@ -187,107 +168,11 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     return found
 
 
-def _is_as_it_was(source: Subject, trainer: Trainer, name: str, found: Beside) -> bool:
-    """Whether a file lies in a step of ours as the trainer's own run of that step had it."""
+def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, name: str, found: Beside) -> bool:
+    """Whether a file lies in a step of ours as the trainer's own run, of that step where it has but one, had it."""
+    if not trainer.in_place:
+        return before is None and name in trainer.marks
     return name in trainer.needs and name not in found.texts and trainer.numbered(source.folder) == source.step
-
-
-def _instead(trainer: Trainer) -> str:
-    """What a trainer goes by that has no place for the loader's state."""
-    if trainer.skips:
-        return f"; when it resumes it passes over as many batches of its own order as {trainer.skips} counts steps"
-    return "; its data begin anew, unless the script goes forward itself"
-
-
-def _former(source: Subject) -> Trainer | None:
-    """Whose step it is; None for one of ours, which may have the same folders."""
-    manifest = source.manifest
-    if manifest is not None and not (manifest.report.get(OF_TRAINER) or manifest.provenance.get("adopted")):
-        return None
-    written = writer_of(source.folder)
-    return written[0] if written is not None else None
-
-
-def _add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> None:
-    """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's."""
-    item = Item(Kind.FILE, name)
-    try:
-        tree = _state_in(source, name)
-    except CheckpointError as error:
-        found.report.add(Fate.LOST, f"{name}: {error}", item)
-        return
-    if tree == {}:
-        found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)
-        return
-    if _is_pickle(name):
-        shares = tree if isinstance(tree, list) else [tree]
-        several = "" if len(shares) == 1 else f"counts the shares of {len(shares)} ranks"
-        if wrong := several or _without_sampler(shares[0]):
-            found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
-            return
-        tree = {"version": 1, "kind": _STATEFUL, "state": shares[0]}
-    own = (
-        (name == WHERE or _is_pickle(name))
-        and isinstance(tree, Mapping)
-        and {"version", "kind", "state"} <= tree.keys()
-    )
-    if own and tree["kind"] != _STATEFUL:
-        found.report.add(
-            Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
-        )
-    elif trainer.in_place:
-        _add_pickled(found, name, tree["state"] if own else tree, trainer)
-    elif not trainer.data:
-        found.data = tree["state"] if own else tree
-        found.goes_on(f"{name}, among the values of the first model", item)
-    elif not own:
-        found.files[trainer.data_file()] = name
-        found.goes_on(f"{name}, byte for byte, as {trainer.data}", item)
-    else:
-        found.texts[trainer.data_file()] = saved(tree["state"], trainer.data_file())
-        found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
-
-
-def _add_pickled(found: Beside, name: str, state: object, trainer: Trainer) -> None:
-    """The state of a loader for a trainer that pickles it: one of plain values, since its samplers have no generators."""
-    item, wrong = Item(Kind.FILE, name), _unfit(state, [0], 0)
-    try:
-        pickled = pickle_tree(state, trainer.data)
-        wrong = wrong or ("has tensors, as a sampler with a generator of its own has" if pickled.records else "")
-    except CheckpointError as error:
-        wrong = str(error)
-    if wrong:
-        found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
-        return
-    found.texts[trainer.data], found.ranks = pickled.data, 0
-    found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
-
-
-def _is_pickle(name: str) -> bool:
-    return name.endswith(".pkl")
-
-
-def _state_in(source: Subject, name: str) -> Any:
-    """The state of a loader, or of several, that a file holds; nothing of it is run."""
-    if _is_pickle(name):
-        return unpickle(reading.read_bytes(source.folder / name), str(source.folder / name), source.options.stubs)
-    file = read_pt(source.folder, name, stubs=source.options.stubs)
-    return file.materialize(file.tree)
-
-
-def _look_at_shares(found: Beside, source: Subject, name: str, item: Item) -> None:
-    """Note how many ranks' shares of the data a file counts; none where it is of one loader for all.
-
-    Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.load``: of another number it begins everything anew, with a warning).
-    """
-    try:
-        tree = _state_in(source, name)
-    except CheckpointError as error:
-        del found.files[name]
-        found.report.add(Fate.LOST, f"{name}: {error}", item)
-        return
-    found.ranks = len(tree) if isinstance(tree, list) else 0
-    found.goes_on(f"{name}, byte for byte", item)
 
 
 def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
@@ -299,7 +184,7 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
         opened: The first model.
     """
     take_position(found, trainer, opened)
-    known = {**known_of(trainer, opened.state.iteration, opened.state.args), _DATA: found.data or {}}
+    known = {**known_of(trainer, opened.state.iteration, opened.state.args), DATA: found.data or {}}
     missing = [key for key in trainer.asks if key not in opened.state.other]
     if missing:
         found.report.add(
@@ -307,198 +192,6 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
             f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid_of(opened.state.args)}",
         )
     return {key: known[trainer.asks[key]] for key in missing}
-
-
-def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
-    """The loader's state out of a file beside the source's model (accelerate), as the trainer has it.
-
-    Args:
-        found: Gets it.
-        trainer: Whose run it is.
-        opened: The model; a file that is taken counts as opened from then on, so that every byte of it is checked.
-    """
-    if not _wants_loader(trainer) or _take_shares(found, trainer, opened):
-        return
-    row = next((row for row in ROWS if row.loader and row.format in _formats(opened)), None)
-    if row is None or not (opened.root / row.loader).is_file():
-        return
-    name, told = row.loader, f"{trainer.title} begins its data anew"
-    if wrong := _not_the_runs(opened, row):
-        found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
-        return
-    try:
-        file = read_pt(opened.root, name)
-        position = file.materialize(file.tree)
-        wrong = _unfit(position, [opened.state.iteration], opened.state.iteration) or _without_sampler(position)
-        text = b"" if wrong or not trainer.data else saved(position, trainer.data_file())
-    except CheckpointError as error:
-        wrong = str(error)
-    if wrong:
-        found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
-        return
-    if trainer.data:
-        found.texts[trainer.data_file()] = text
-    else:
-        found.data = position
-    found.goes_on(f"{name}, {_as_what(trainer)}")
-    _count_as_opened(opened, {name: file})
-
-
-def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
-    """Take what the loader of each data-parallel rank has beside a model alone, as in verl's SFT; whether it is such a step."""
-    step = step_at(opened.root)
-    if step is None or not step.trainer.of_each_rank:
-        return False
-    found.ranks = opened.parallel.dp
-    there = {*names_in(opened.root)}
-    names = {rank: name for rank in range(found.ranks) if (name := step.trainer.data_file(rank)) in there}
-    listed = ", ".join(names.values())
-    files, wrong = dict[str, PtFile](), ""
-    try:
-        for name in names.values():
-            files[name] = read_pt(opened.root, name)
-            found.data = files[name].materialize(files[name].tree)
-            wrong = wrong or _unfit(found.data, [opened.state.iteration], opened.state.iteration)
-    except CheckpointError as error:
-        wrong = str(error)
-    if trainer.data or wrong or found.ranks != 1:
-        found.data = None
-    if wrong:
-        found.report.add(Fate.LOST, f"{listed}: {wrong}; {trainer.title} begins its data anew")
-    elif names:
-        if trainer.data:
-            found.files |= {trainer.data_file(rank): name for rank, name in names.items()}
-        found.goes_on(f"{listed}, {_as_what(trainer)}")
-        _count_as_opened(opened, files)
-    return True
-
-
-def _count_as_opened(opened: Source, files: Mapping[str, PtFile]) -> None:
-    opened.files = (*opened.files, *(StoredFile.of_zip(name, file.directory) for name, file in files.items()))
-    if opened.carried is not None:
-        left = tuple(item for item in opened.carried.found if item.path not in files)
-        opened.carried = replace(opened.carried, found=left)
-
-
-def _as_what(trainer: Trainer) -> str:
-    return f"as {trainer.data}" if trainer.data else "among the values of the first model"
-
-
-def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
-    """Say what becomes of the loader's state: it goes on where as many loaders share the data as before.
-
-    Args:
-        found: What goes along.
-        trainer: Whose run it goes into.
-        dp: Data-parallel ranks of the new run.
-    """
-    if found.said is None:
-        return
-    (text, about), wanted = found.said, dp if trainer.of_each_rank or trainer.in_place else 1
-    if found.ranks in (wanted, 0):
-        found.report.add(Fate.KEPT, f"{text}: for the same data in the same order", *about)
-        return
-    for kept in (found.files, found.texts):
-        for rank in range(max(found.ranks, 1)):
-            kept.pop(trainer.data_file(rank), None)
-    shares = f"counts the shares of {found.ranks} data-parallel ranks, and {trainer.title} has {wanted} there"
-    found.report.add(Fate.LOST, f"{text}: {shares}; its data begin anew", *about)
-
-
-def _not_the_runs(opened: Source, row: RunFiles) -> str:
-    """Why the one file is not how far the whole run is; empty where it is."""
-    stem, _, ending = row.loader.rpartition(".")
-    if more := [path.name for path in opened.root.glob(f"{stem}_*.{ending}")]:
-        return f"lies beside {', '.join(sorted(more))}, and nothing says which loader gave the prompts"
-    ranks = len(ModuleState.needed(opened).rng)
-    if ranks == 1:
-        return ""
-    return (
-        f"is of one of {ranks} ranks, each of which had a share of the data"
-        if ranks
-        else "nothing says how many ranks had such a loader"
-    )
-
-
-def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
-    """The loader's state as the trainer's own file, where the source's trainer has it among its first model's values (OpenRLHF).
-
-    Args:
-        found: Gets it; a file of the source goes before.
-        trainer: Whose run it is.
-        opened: The first model.
-    """
-    if not trainer.data or trainer.in_place or trainer.data_file() in (*found.files, *found.texts):
-        return
-    state = opened.state
-    asking = ((trained, name) for trained in TRAINERS for name, what in trained.asks.items() if what == _DATA)
-    for former, key in asking:
-        position = state.other.get(key)
-        if not position:  # a run of one that has no loader, or had none before
-            continue
-        steps = [state.other.get(name) for name, what in former.asks.items() if what == STEP]
-        if wrong := _unfit(position, steps, state.iteration):
-            found.report.add(Fate.LOST, f"{key}: {wrong}; {trainer.title} begins its data anew")
-            continue
-        try:
-            found.texts[trainer.data_file()] = saved(position, trainer.data_file())
-        except CheckpointError as error:
-            found.report.add(Fate.LOST, f"{key}: {error}")
-            continue
-        found.goes_on(f"{key}, among the values of the first model, as {trainer.data}")
-        return
-
-
-def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> None:
-    """Say that data begin anew where the source's trainer has no more than a count of its steps, and the other wants a loader's state.
-
-    Args:
-        found: Told.
-        trainer: Whose run it goes into.
-        opened: The first model.
-    """
-    if not _wants_loader(trainer) or found.data is not None or trainer.data_file() in (*found.files, *found.texts):
-        return
-    former = next((one for one in TRAINERS if one.skips and not _formats(opened).isdisjoint(one.formats)), None)
-    if former is None:
-        return
-    counters = opened.state.other.get(_COUNTERS)
-    epoch = counters.get("epoch") if isinstance(counters, Mapping) else None
-    far = f"step {opened.state.iteration}" + (f", epoch {epoch:g}" if isinstance(epoch, int | float) else "")
-    text = f"the place in the data: {former.title} counts batches by its steps alone ({far}); {trainer.title} begins its data anew"
-    found.report.add(Fate.LOST, text)
-
-
-def _without_sampler(position: object) -> str:
-    """Why torchdata's loader would begin anew from a state, and say nothing: it counts batches, and its sampler said nothing."""
-    inner = position
-    for key in _MAIN:
-        inner = inner.get(key, inner) if isinstance(inner, Mapping) else inner
-    if not isinstance(inner, Mapping) or any(inner.get(key) is not None for key in _SAMPLERS):
-        return ""
-    count = next((inner[key] for key in (_YIELDED, _LOADERS[0]) if key in inner), 0)
-    if isinstance(count, int) and not count:
-        return ""
-    return f"counts {count!r:.20} batches, and has no state of a sampler, without which torchdata's loader begins anew"
-
-
-def _wants_loader(trainer: Trainer) -> bool:
-    return (bool(trainer.data) and not trainer.in_place) or _DATA in trainer.asks.values()
-
-
-def _formats(opened: Source) -> set[str]:
-    """What a model is in, and what the files beside it are of."""
-    family = ModuleState.of(opened)
-    return {opened.format} if family is None or family.beside is None else {opened.format, family.beside.format}
-
-
-def _unfit(position: object, steps: list[object], step: int) -> str:
-    """Why what should be the state of a ``StatefulDataLoader`` at a step is not; empty where it is."""
-    if not isinstance(position, Mapping) or position.keys().isdisjoint(_LOADERS):
-        return f"has none of {', '.join(_LOADERS)}, which a StatefulDataLoader of torchdata has"
-    if steps != [step]:  # values that were carried through a run which went on
-        return f"is of step {', '.join(map(str, steps))}, and the model of step {step}"
-    return ""
 
 
 def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:

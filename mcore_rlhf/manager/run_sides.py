@@ -83,7 +83,9 @@ def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, 
         return
     per = next((key for key, what in wanted.fields.items() if what == "per_epoch"), "")
     known = known_of(trainer, step, args, _whole(Path(run.shown, wanted.file), per) if run.shown and per else 0)
-    found.texts[wanted.file] = json.dumps({name: known[what] for name, what in wanted.fields.items()}).encode()
+    fields = {name: known[what] for name, what in wanted.fields.items()}
+    of_torch = wanted.file.endswith(".pt")
+    found.texts[wanted.file] = saved(fields, wanted.file) if of_torch else json.dumps(fields).encode()
     unsaid = unsaid_of(args) if "samples" in wanted.fields.values() else ""
     found.report.add(Fate.DERIVED, f"{wanted.file}: step {step}{unsaid}")
 

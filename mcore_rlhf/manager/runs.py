@@ -21,7 +21,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
-from mcore_rlhf.trainers.table import HERE, STEP, Trainer
+from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer
 
 from .run import steps
 from .run.naming import OWN, Naming
@@ -93,10 +93,7 @@ class TrainerStep:
         counters = self.trainer.counters
         if counters is None:
             return
-        try:
-            said = reading.read_json(self.folder / counters.file).get(counters.step)
-        except (OSError, ValueError, AttributeError):
-            return  # who opens it, or checks it, says what is wrong with it
+        said = _said_in(self.folder, counters)
         if type(said) is int and self.trainer.done(said) != self.step:
             raise LayoutMismatch(
                 f"{self.folder / counters.file}: {counters.step} is {said}, and the folder is {self.folder.name}\n"
@@ -122,6 +119,16 @@ class TrainerStep:
             why if missing else f"a step of {self.trainer.title}, which has no {self.manifest}",
             quarantined=steps.reason_of(next(iter(self.places.values()))),
         )
+
+
+def _said_in(folder: ReadablePath, counters: Counters) -> object:
+    """What counters give as the step; None where they cannot be read: who opens them, or checks them, says what is wrong."""
+    with suppress(OSError, ValueError, AttributeError, CheckpointError):
+        if not counters.file.endswith(".pt"):
+            return reading.read_json(folder / counters.file).get(counters.step)
+        pt = read_pt(folder, counters.file)
+        return pt.materialize(pt.tree).get(counters.step)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

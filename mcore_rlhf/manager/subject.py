@@ -22,6 +22,8 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
+from mcore_rlhf.trainers.known import writer_of
+from mcore_rlhf.trainers.table import Trainer
 
 from .run import steps
 from .run.steps import RESERVED, Step, tracker_text
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHOWN = 10
+OF_TRAINER = "trainer"
+"""Whose a step is that was written for another trainer, in what its manifest reports."""
 _OURS = (MANIFEST_NAME, steps.MANIFEST, steps.NOTE)
 """Our own files in another trainer's step."""
 
@@ -158,12 +162,12 @@ def _tracked(root: ReadablePath, found: list[Step]) -> ChosenStep:
     """
     foreign = [step for step in found if step.state == "foreign" and not step.quarantined]
     if foreign and not any(step.state == "damaged" for step in found):
-        named, why = _tracker(root), "tracker"
+        run, why = run_at(root), "tracker"
+        named = run.tracked() if run is not None and run.trainer.tracker else _tracker(root)
         if named is None and len(found) == 1:
             named, why = found[0].step, "only one"
         for at, step in enumerate(found):
             if step.step == named and step in foreign:
-                run = run_at(root)
                 misled = () if run is None else tuple(run.misled())
                 return ChosenStep(root, step.path, why, step.step, tuple(found[:at]), misled=misled)
     listed = "; ".join(step.describe() for step in found[:_SHOWN]) or "there is no step at all"
@@ -310,10 +314,34 @@ def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
     if not path.is_dir() or is_model(path):
         return None
     found = _opened(path, options) if _is_step(path) else None
+    other = None if found is not None and former_of(found) is None else step_at(path)
     if found is not None and found.models:
-        return found
-    other = step_at(path)  # whose models may lie further down
+        return _named(found, other)
+    other = other or step_at(path)  # whose models may lie further down
     return (_of_trainer(other, options) if other is not None else None) or found
+
+
+def former_of(step: Subject) -> Trainer | None:
+    """Whose step it is; None for one of ours, which may have the same folders.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    manifest = step.manifest
+    if manifest is not None and not (manifest.report.get(OF_TRAINER) or manifest.provenance.get("adopted")):
+        return None
+    written = writer_of(step.folder)
+    return written[0] if written is not None else None
+
+
+def _named(found: Subject, step: TrainerStep | None) -> Subject:
+    """The same with each model under its role, where the trainer whose step it is calls the role's folder otherwise."""
+    if step is None:
+        return found
+    step.refuse_contradiction()
+    known = step.models()
+    others = {name: folder for name, folder in found.models.items() if folder not in known.values()}
+    return replace(found, models={**known, **others})
 
 
 def chosen_step(

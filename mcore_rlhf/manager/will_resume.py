@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -178,7 +179,7 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
         return _taken_by_role(path, trainer)
     if _is_step(path, trainer):
         return Taken(path, "named", _places(path, trainer))
-    taken = _of_root(path, loader, _named_in(loader, settings))
+    taken = _of_root(path, loader, settings)
     if taken.folder is None and not taken.stops and not _holds_steps(path, trainer):
         raise NotACheckpoint(
             f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100) or trainer.marks[0]}\n"
@@ -205,16 +206,22 @@ def _named_in(loader: Loader, settings: Settings) -> str:
     return found if loader.trainer.step_of(found) is not None or _NUMBER.fullmatch(found) else ""
 
 
-def _of_root(root: ReadablePath, loader: Loader, named: str) -> Taken:
+def _of_root(root: ReadablePath, loader: Loader, settings: Settings) -> Taken:
     """The folder of a root that a trainer takes."""
-    trainer = loader.trainer
+    trainer, named = loader.trainer, _named_in(loader, settings)
     if named:
         folder = root / (trainer.folder_of(int(named)) if named.isdecimal() else named)
         if not folder.is_dir():
             return Taken(None, f"the configuration names {folder.name}, which is not there", stops=True)
         return Taken(folder, "the configuration names it")
     if trainer.resumes == "tracker":
-        return _tracked(root, trainer)
+        taken = _tracked(root, trainer)
+        why = (
+            loader.stops_at(_number_in(root, trainer), names_in(root), settings)
+            if is_there(root / trainer.tracker)
+            else ""
+        )
+        return Taken(None, why, stops=True) if why else taken
     if trainer.resumes == "highest":
         return _highest(root, loader)
     numbers = {number: name for name in sorted(names_in(root)) if (number := trainer.step_of(name)) is not None}
@@ -268,6 +275,12 @@ def _tracked(root: ReadablePath, trainer: Trainer) -> Taken:
     except CheckpointError as error:
         return Taken(None, f"{trainer.tracker} names no step: {headline(str(error))}")
     return _named_by(trainer.tracker, folder)
+
+
+def _number_in(root: ReadablePath, trainer: Trainer) -> int | None:
+    with suppress(OSError):
+        return trainer.tracked_step(reading.read_line(root / trainer.tracker))
+    return None
 
 
 def _named_by(tracker: str, folder: ReadablePath) -> Taken:

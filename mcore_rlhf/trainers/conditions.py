@@ -325,6 +325,32 @@ def missing_ranks(pattern: str, least: Callable[[Seen], int] = lambda seen: seen
     return when
 
 
+def ranks_of(seen: Seen, world: int | None) -> int:
+    """Ranks that load files with their number in the name: so many, or, for None, as many as saved.
+
+    Source: verl and SkyRL, whose files are ``model_world_size_W_rank_R.pt``, ….
+    """
+    saved = [name.partition("_world_size_")[2].partition("_")[0] for name in seen.matching("*_world_size_*")]
+    return world or max((int(one) for one in saved if one.isdecimal() and len(one) < 7), default=1)
+
+
+def ranks_lack(what: str, world_of: Callable[[Seen], int | None]) -> Callable[[Seen], object]:
+    """A rank that loads has no file of its name, which has the number of ranks in it: ``{file}`` and ``{ranks}``.
+
+    Args:
+        what: The kind of file.
+        world_of: How many ranks load; None for as many as saved.
+    """
+
+    def when(seen: Seen) -> object:
+        world = min(ranks_of(seen, world_of(seen)), MOST_RANKS)
+        there = seen.ranks(f"{what}_world_size_{world}_rank_{{rank}}.pt")
+        gone = [rank for rank in range(world) if rank not in there]
+        return gone and {"file": f"{what}_world_size_{world}_rank_{gone[0]}.pt", "ranks": f"{len(gone)} of {world}"}
+
+    return when
+
+
 def other_dtype(*keys: str) -> Callable[[Seen], object]:
     """The configuration makes the model in another type than it is stored in: ``{was}`` and ``{now}``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from mcore_rlhf.errors import LayoutMismatch
@@ -19,6 +19,7 @@ from . import (
     prime_rl,
     ray_train,
     rlinf,
+    skyrl,
     slime,
     torch_checkpointing,
     torchtitan,
@@ -28,7 +29,7 @@ from . import (
 from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TUNING, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
+    verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
     open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
@@ -49,6 +50,13 @@ def left_by_trainers() -> tuple[str, ...]:
     """What lies in a step, or in a model of one, that some trainer wrote: names and patterns."""
     marks = (mark.removeprefix("*/") for one in TRAINERS for mark in (*one.marks, *filter(None, [one.tracker])))
     return tuple(dict.fromkeys([*marks, *_OF_FORMATS]))
+
+
+@cache
+def roles_by_folder(name: str) -> Mapping[str, str]:
+    """The roles of models whose folders trainers call otherwise, in steps of such a name, by those folders' names."""
+    named = ((role, places) for one in TRAINERS if one.step_of(name) is not None for role, places in one.roles.items())
+    return {place: role for role, places in named for place in places if place and place != role}
 
 
 def called_so(name: str) -> Iterator[tuple[Trainer, int]]:
@@ -73,7 +81,7 @@ def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
     found = found or [(one, one.numbered(step) or 0) for one in TRAINERS if one.in_place and one.wrote(step)]
     for one, _ in found[1:]:
         first = found[0][0]
-        if one.name not in first.over:
+        if one.name not in first.over or first.is_not_of(step, one):
             raise LayoutMismatch(
                 f"{step}: holds files of {first.title} and of {one.title}, and is a step of one of them\nMove those of the other away."
             )

@@ -7,7 +7,7 @@ table stand from what stops a run, over what is passed over, to what is restored
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -264,6 +264,7 @@ class Loader:
         takes_any: Whether it takes the highest number whatever lies in that folder.
         reads: How its own code reads a step's number off a name, where that is not as it writes them; a ValueError where it stops there.
         knows: Whether the rows say all of a step, though no reader here opens it.
+        stops_at: Why it stops at a root, by the step that its tracker names, None for none, the names in the root, and the configuration.
     """
 
     trainer: Trainer
@@ -275,6 +276,7 @@ class Loader:
     takes_any: bool = False
     reads: Callable[[str], int | None] | None = None
     knows: Callable[[Seen], object] = lambda seen: False
+    stops_at: Callable[[int | None, Collection[str], Settings], str] = lambda tracked, names, settings: ""
 
     def number_of(self, name: str) -> int | None:
         """The step that it takes a folder for; None where it takes it for none.

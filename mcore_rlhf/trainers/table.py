@@ -26,7 +26,7 @@ class Counters:
     """The file in a step that says how far the run is.
 
     Args:
-        file: JSON, relative to the step.
+        file: JSON, or a file of ``torch.save`` (``.pt``), relative to the step.
         step: The field that is the step's number.
         fields: What a new file says: fields, and what each is: ``step``, ``samples`` or ``number`` (what the trainer calls that step); or
             the ``epoch`` that it is in, where in it (``of_epoch``) and how many steps one has (``per_epoch``), as a run shows.
@@ -72,6 +72,8 @@ class Trainer:
         second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where it has one group, and
             None where a run says, or nobody.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
+        strategy: What each rank's file says of the strategy that wrote it, where the trainer has rank files of FSDP2 alone, with one param
+            group; empty elsewhere.
         formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
             it is only read.
         parts: Where a model in ``torch_dist`` has its parts: the usual way first, and others, of which a checkpoint of a run shows which
@@ -106,6 +108,7 @@ class Trainer:
     made_says: str = ""
     second_group: tuple[str, ...] | None = None
     wants_schedule: bool = False
+    strategy: str = ""
     formats: tuple[str, ...] = ()
     parts: tuple[DistParts, ...] = ()
     megatrons: str = ""
@@ -186,6 +189,13 @@ class Trainer:
         number = self.step_of(step.name)
         return any(lies_in(step, mark) for mark in self.marks) or any(
             lies_in(step.parent, mark.format(step=number)) for mark in self.beside
+        )
+
+    def is_not_of(self, step: ReadablePath, other: Trainer) -> bool:
+        """Whether a step of its own has a model where it has none itself, and another trainer does."""
+        own = {place for places in self.roles.values() for place in places}
+        return any(
+            (step / place).is_dir() for places in other.roles.values() for place in places if place and place not in own
         )
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:

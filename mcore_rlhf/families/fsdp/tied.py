@@ -58,6 +58,25 @@ def find_aliases(
     return found
 
 
+def untied(config: dict[str, object], own: Collection[str], notes: Report) -> dict[str, object]:
+    """The description of a model that SkyRL trains with embedding and output layer apart, whatever its description says.
+
+    Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/fsdp_strategy.py`` (``_fsdp_init_model``: ``module.to("meta")`` makes two
+    parameters of one, and nothing ties them again).
+
+    Args:
+        config: The description.
+        own: Tensors that are not other ones' second names.
+        notes: Told what was found.
+    """
+    if not (_says_tied(config) and {_EMBED, _HEAD} <= {*own}):
+        return config
+    notes.add(
+        Fate.CHANGED, f"{_TIED}: true in config.json, and {_HEAD} was trained apart from {_EMBED}, as SkyRL does: false"
+    )
+    return {**config, _TIED: False}
+
+
 def _says_tied(config: Mapping[str, object]) -> bool:
     """Whether a ``config.json`` says so, of a model of text or of one with a text inside."""
     inside = config.get("text_config")

@@ -30,6 +30,14 @@ from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, is_rank_files, rank_files
 
 VERSION = "FSDP_version"
+STRATEGY, CLIENT, TAG = "fsdp_strategy", "client_state", "tag"
+OF_RANK = (STRATEGY, "world_size", "rank")
+"""What SkyRL has in each rank's file besides; the last say of which ranks it is. Its loader hands them back to nobody.
+
+Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/fsdp_strategy.py`` (``save_checkpoint``, ``load_checkpoint``).
+"""
+VALUE_HEAD, SCORE = "value_head.weight", "score.weight"
+"""What SkyRL calls its critics' head, and what others do. Source: SkyRL 0.3.0, ``skyrl/train/config/config.py`` (``value_head_prefix``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Manner:
         named: Whether its optimizer's states go by their parameters' names, as ``optimizer_transform_pre`` has them.
         says_names: Whether its param groups list names (``param_names``).
         members: The parameters of each, in its optimizer's order; None where nobody said.
+        strategy: What each rank's file says of its strategy, as SkyRL's do; empty for others'.
     """
 
     version: int = 2
@@ -63,6 +72,14 @@ class Manner:
     named: bool = False
     says_names: bool = False
     members: tuple[tuple[str, ...], ...] | None = None
+    strategy: str = ""
+
+    @property
+    def loader(self) -> str:
+        """Whose loader takes such files."""
+        if self.items is not None:
+            return "torch_checkpointing, without a resharder,"
+        return "SkyRL" if self.strategy else "verl"
 
     def mesh(self, world: int, rank: int) -> Mesh:
         """The ranks, as one of them sees them."""
@@ -174,8 +191,8 @@ def like(folder: str, role: str) -> Manner:
     root = next((path for path in (given, given / role) if is_rank_files(path)), None)
     if root is None:
         raise UsageError(
-            f"--like {given}: holds no rank files of verl's ({MODEL}_world_size_W_rank_R.pt), and none of torch_checkpointing's "
-            "(model_R.pt)\nGive the folder of a role that verl itself saved, such as global_step_20/actor."
+            f"--like {given}: holds no rank files of verl's or SkyRL's ({MODEL}_world_size_W_rank_R.pt), and none of torch_checkpointing's "
+            "(model_R.pt)\nGive the folder of a role that the run itself saved, such as global_step_20/actor."
         )
     listed = rank_files(root, optimizer=False)
     model = [read_rank_file(root, listed[MODEL][0])]
@@ -183,8 +200,22 @@ def like(folder: str, role: str) -> Manner:
     found = with_strategy(manner_of(model), root, model, optimizer)
     if optimizer:
         found = replace(found, groups=_groups(optimizer[0]), members=_members(model[0], optimizer[0]))
-    scheduler = read_pt(root, listed[EXTRA][0]).tree.get(SCHEDULER) if listed[EXTRA] else None
-    return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+    extra = read_pt(root, listed[EXTRA][0]).tree if listed[EXTRA] else {}
+    scheduler = extra.get(SCHEDULER) if isinstance(extra, Mapping) else None
+    return replace(
+        found, strategy=strategy_in(extra), scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {}
+    )
+
+
+def strategy_in(extra: object) -> str:
+    """What a rank's file of other things says of its strategy; empty where it does not."""
+    said = extra.get(STRATEGY) if isinstance(extra, Mapping) else None
+    return said if isinstance(said, str) else ""
+
+
+def of_run(extra: Mapping[str, object]) -> dict[str, object]:
+    """What such a file says of the run: not which rank's it is, nor what is empty in every run of SkyRL."""
+    return {key: value for key, value in extra.items() if key not in OF_RANK and (value or key not in (CLIENT, TAG))}
 
 
 def _like_items(root: Path) -> Manner:
@@ -249,7 +280,8 @@ def _members(model: RankFile, optimizer: RankFile) -> tuple[tuple[str, ...], ...
         names = name_numbers(collected, shapes, states, optimizer.directory.path.parent, Report())
     except Unsupported:
         return None
-    return tuple(tuple(names[str(number)] for number in group[PARAMS]) for group in groups)
+    called = {VALUE_HEAD: SCORE}
+    return tuple(tuple(called.get(name := names[str(number)], name) for number in group[PARAMS]) for group in groups)
 
 
 def _is_dict(value: Any) -> bool:

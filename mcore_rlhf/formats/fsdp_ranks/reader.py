@@ -29,7 +29,7 @@ from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.order import Unit, ordered
 from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER, is_of_one, iteration_of
-from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
+from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity, untied
 from mcore_rlhf.families.inventory import Unplaced, state_dict_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
@@ -47,7 +47,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import Manner, manner_of, with_items, with_strategy
+from .manner import SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
@@ -89,9 +89,16 @@ class _RanksReader:
     collected: Collected = field(default_factory=Collected)
     unplaced: Unplaced = field(default_factory=Unplaced)
     random: list[Rng] = field(default_factory=list)
+    strategy: str = ""
+
+    def __post_init__(self) -> None:
+        first = () if self.items else tuple(*self.extra.values())[:1]
+        self.strategy = next(
+            (strategy_in(read_pt(self.root, name, stubs=self.options.stubs).tree) for name in first), ""
+        )
 
     def source(self) -> Source:
-        whose = "torch_checkpointing's" if self.items else "verl's"
+        whose = "torch_checkpointing's" if self.items else "SkyRL's" if self.strategy else "verl's"
         self.notes.add(Fate.NOTE, f"{whose} rank files, of {len(self.model)} ranks")
         refuse_swapped(self.model, [self._dictionary(file) for file in self.model])
         role = self.options.role or "actor"
@@ -102,6 +109,7 @@ class _RanksReader:
         groups = tuple(self._trained(group, states) for group in listed)
         members = {name for group in groups for name in group.params}
         aliases = self._aliases(tensors, states, config)
+        config = untied(config, tensors.keys() - aliases.keys(), self.notes) if self.strategy else config
         entries: dict[TensorName, TensorEntry] = {}
         specs = []
         for name, parts in tensors.items():
@@ -146,6 +154,7 @@ class _RanksReader:
             found = with_strategy(manner_of(self.model), self.root, self.model, self.optim)
         except Unsupported:  # what is read and not written
             return None
+        found = replace(found, strategy=self.strategy)
         if self.items:
             found = with_items(found, self.model[0], self.optim[:1], self.extra)
         groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
@@ -180,8 +189,10 @@ class _RanksReader:
             others = {k: v for k, v in values.items() if v is not None and not isinstance(v, Local | StoredTensor)}
             self.unplaced.look(file.file, others, {})
         ranks = self._of_one(ranks)
+        if called := {VALUE_HEAD: SCORE} if self.strategy and VALUE_HEAD in ranks[0] else {}:
+            self.notes.add(Fate.NOTE, f"{VALUE_HEAD}: is a critic's head, and is called {SCORE}")
         return {
-            name: [values[name] for values in ranks]
+            called.get(name, name): [values[name] for values in ranks]
             for name, value in ranks[0].items()
             if isinstance(value, Local | StoredTensor)
         }
@@ -465,12 +476,8 @@ class _RanksReader:
         merged = bool(known.groups and groups)
         waits = merged or (known.scheduler is not None and not is_of_one(known.scheduler))
         more = {key: value for key, value in other.items() if key != RNG}
-        return replace(
-            known,
-            groups=known.groups if merged else groups,
-            scheduler=known.scheduler if waits else scheduler,
-            other={**known.other, **more},
-        )
+        groups, scheduler = known.groups if merged else groups, known.scheduler if waits else scheduler
+        return replace(known, groups=groups, scheduler=scheduler, other={**known.other, **more})
 
     def _extra_of(self, name: str, item: str) -> dict[str, object]:
         """What a file has besides model and optimizer: verl's are dictionaries, an item of torch_checkpointing's may be anything."""
@@ -478,7 +485,8 @@ class _RanksReader:
         tree = opened.materialize(opened.tree)
         if item:
             return {item: tree}
-        return dict(tree) if isinstance(tree, dict) else {}
+        found = dict(tree) if isinstance(tree, dict) else {}
+        return of_run(found) if self.strategy else found
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""

@@ -28,7 +28,7 @@ from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
 from mcore_rlhf.families.fsdp.order import Unit, ordered, units_of
-from mcore_rlhf.families.fsdp.state import MADE, RNG, SCHEDULER, scheduler_state
+from mcore_rlhf.families.fsdp.state import EPOCH, MADE, RNG, SCHEDULER, scheduler_state
 from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -45,7 +45,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
 from .groups import as_run_has, rates_of
-from .manner import VERSION, Manner, like
+from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, like
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
 
@@ -62,7 +62,7 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     report = source.notes.for_target()
     module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
     manner = _manner(source, own, options, report)
-    by = "verl" if manner.items is None else "torch_checkpointing, without a resharder,"
+    by = manner.loader
     world = options.dp or source.parallel.dp
     if world > MOST_RANKS:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
@@ -84,8 +84,10 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     else:
         how = (
             "where its load_contents is ['model'] or ['model', 'extra']"
-            if manner.items is None
+            if manner.items is None and not manner.strategy
             else "into a model alone"
+            if not manner.strategy
+            else "and begins with a new optimizer"
         )
         report.add(Fate.NOTE, f"no optimizer: {by.partition(',')[0]} loads the files {how}")
     groups = as_run_has(source, manner, report) if optimizer else ()
@@ -96,6 +98,11 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     kept = keeps_states(source, world, options.rng) and (manner.items is None or RNG in manner.items)
     ranks = _Ranks(source, module, manner, world, optimizer, groups, view, dtype, kept)
     ranks.check()
+    if ranks.apart:
+        text = ", ".join(f"{name} apart from {owner}" for name, owner in ranks.apart.items())
+        report.add(
+            Fate.CHANGED, f"tied weights: SkyRL trains {text}; each gets the values and states that were of both"
+        )
     _report(source, optimizer, dtype, report)
     scheduled = manner.items is None or SCHEDULER in manner.items
     scheduler = _scheduler(source, manner, groups, optimizer, report) if scheduled else None
@@ -119,8 +126,27 @@ def _manner(source: Source, own: RanksState | None, options: WriteOptions, repor
         manner, by = own.manner, "as the source's run has them"
     else:
         manner, by = Manner(), "verl's strategy fsdp2; --like FOLDER takes them from what the run itself wrote"
+    if options.run_of.name:
+        manner, by = _of_trainer(manner, options, by)
     report.add(Fate.NOTE, f"rank files: {manner}, {by}")
     return manner
+
+
+def _of_trainer(manner: Manner, options: WriteOptions, by: str) -> tuple[Manner, str]:
+    """As the trainer has its files for whose run they are; what another's run has of its own is none of its.
+
+    Raises:
+        UsageError: The folder that shows how they are is not this trainer's.
+    """
+    wanted = options.run_of.strategy
+    if manner.strategy == wanted and manner.items is None:
+        return manner, by
+    if options.like is not None:
+        raise UsageError(
+            f"--like {options.like}: was not written by {options.run_of.name}\nGive a folder that the run itself saved."
+        )
+    own = Manner(device=manner.device, release=manner.release, strategy=wanted)
+    return own, f"as {options.run_of.name} has them; --like FOLDER takes them from the run's own"
 
 
 def _scheduler(
@@ -129,6 +155,9 @@ def _scheduler(
     """That of a LambdaLR; None, which verl passes over, where there are no groups whose rates it could have."""
     if not optimizer:
         stored = source.state.scheduler
+        if manner.strategy:  # whose loader takes a state in any case, and the run's own rates with this one
+            at = source.state.iteration
+            return {"lr_lambdas": [None], EPOCH: at, "_step_count": at + 1}
         return dict(stored) if stored is not None and "base_lrs" in stored else None
     dealt = replace(source, state=replace(source.state, groups=tuple(groups)))
     report.through([MADE], dealt)
@@ -164,6 +193,11 @@ class _Ranks:
     dtype: DType | None
     keeps_random: bool
 
+    @property
+    def apart(self) -> Mapping[str, str]:
+        """Second names of tied weights, and their owners, where the trainer trains both: see :func:`.tied.untied`."""
+        return self.module.shared if self.manner.strategy else {}
+
     def check(self) -> None:
         """Everything that verl could not load.
 
@@ -179,6 +213,9 @@ class _Ranks:
                 problems.add(
                     Unsupported, f"{self.source.root}: {name} has no dimensions, and FSDP takes no such parameters"
                 )
+        if self.manner.strategy and (bias := f"{SCORE.removesuffix('weight')}bias") in self._names():
+            text = f"{self.source.root}: {bias}: SkyRL's critics have a head without one, and refuse it"
+            problems.add(Unsupported, text, "Train a critic of SkyRL's anew; --role actor converts the policy alone.")
         _, strange = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
         if strange and self.optimizer and not self.manner.says_names:
             some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
@@ -197,13 +234,14 @@ class _Ranks:
             if self.optimizer:
                 make = self._flat if manner.version == 1 else self._numbered
                 files.append(self._file(OPTIMIZER, rank, partial(make, rank)))
-            for item, tree in self._others(scheduler, random[rank], report if rank == 0 else Report()):
+            for item, tree in self._others(rank, scheduler, random[rank], report if rank == 0 else Report()):
                 files.append(self._file(item, rank, partial(_small, tree)))
         texts, lost = self._sidecar().texts()
         for what in lost:
             report.add(Fate.LOST, f"{what}: no JSON can hold it")
         if manner.items is None:
-            texts[CONFIG] = json.dumps({VERSION: manner.version, "world_size": self.world}, indent=4)
+            said = {STRATEGY: manner.strategy} if manner.strategy else {VERSION: manner.version}
+            texts[CONFIG] = json.dumps({**said, "world_size": self.world}, indent=4)
         else:
             texts[rank_items.METADATA] = rank_items.metadata_of(
                 self._described(), manner.device, self.world, manner.axis
@@ -226,10 +264,13 @@ class _Ranks:
         return TargetFile(path, partial(make, path))
 
     def _others(
-        self, scheduler: Mapping[str, object] | None, random: Rng | None, report: Report
+        self, rank: int, scheduler: Mapping[str, object] | None, random: Rng | None, report: Report
     ) -> Iterator[tuple[str, object]]:
         """What lies beside model and optimizer: verl's one file, or each item of the run's that the source has."""
         state: dict[str, object] = {SCHEDULER: None if scheduler is None else dict(scheduler)}
+        if self.manner.strategy:
+            state |= {CLIENT: self.source.state.other.get(CLIENT, {}), TAG: self.source.state.other.get(TAG)}
+            state |= zip(OF_RANK, (self.manner.strategy, self.world, rank), strict=True)
         if self.manner.items is None:
             yield EXTRA, state if random is None else {**state, RNG: dict(random)}
             return
@@ -329,7 +370,8 @@ class _Ranks:
             tree[name] = dtensor(
                 file.add(entry.name, shape, dtype, part(shape, dim, self.world, rank)), shape, dim, mesh
             )
-        return file.layout(tree)
+        called = {SCORE: VALUE_HEAD} if self.manner.strategy else {}
+        return file.layout(OrderedDict((called.get(name, name), value) for name, value in tree.items()))
 
     def _numbered(self, rank: int, path: str) -> FileLayout:
         """A rank's part of FSDP2's optimizer: states by the parameters' numbers, cut as they are."""
@@ -352,8 +394,10 @@ class _Ranks:
         """
         if self.manner.says_names:
             return [list(group.params) for group in self.groups]
-        place, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        names = [*(spec.name for spec in self._params()), *self.apart]
+        place, _ = ordered(names, self.module.config, self.module.order)
         where = {name: number for number, group in enumerate(self.groups) for name in group.params}
+        where |= {name: where[owner] for name, owner in self.apart.items() if owner in where}
         found: list[list[str]] = [[] for _ in self.groups]
         listed = None if self.manner.members is None else {name for names in self.manner.members for name in names}
         for name in place:
@@ -437,7 +481,8 @@ class _Ranks:
 
     def _scalars(self, name: str) -> dict[str, object]:
         """A parameter's own step, as the group has it that it comes from."""
-        return next((own_scalars(group) for group in self.source.state.groups if name in group.params), {})
+        owner = self.apart.get(name, name)
+        return next((own_scalars(group) for group in self.source.state.groups if owner in group.params), {})
 
 
 def _flattened(

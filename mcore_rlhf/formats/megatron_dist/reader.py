@@ -264,14 +264,25 @@ class _DistReader:
         return _FAULT if self.optimizer.sharding == FULLY_RESHARDABLE and overlapped else ""
 
     def _parallel(self) -> ParallelConfig:
-        """The degrees in the arguments, or, where there are none, those that the random states tell."""
+        """The degrees in the arguments, or, where there are none, those that the random states tell, or how parameters are cut."""
         if self.args.values:
             return self.args.parallel()
         shapes = {key.shape for key in self.folder.objects if key.key == RNG}
-        pp, tp = next(iter(shapes))[:2] if shapes else (1, 1)
+        pp, tp = next(iter(shapes))[:2] if shapes else self._cuts()
         found = ParallelConfig(tp=tp, pp=pp, etp=tp)
-        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; the random states are those of {found}")
+        how = "the random states are those of" if shapes else "parameters and buffers are cut as those of"
+        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; {how} {found}")
         return found
+
+    def _cuts(self) -> tuple[int, int]:
+        """Stages, and ranks that share a parameter: SkyRL stores each rank's random states nowhere.
+
+        The embedding is cut by rows, and each combination of both has flat buffers of its own where it has any.
+        """
+        embedding = self.folder.model.get(EMBEDDING)
+        tp = len({box.offset[0] for box in embedding.boxes}) if embedding is not None else 1
+        groups = {key.group for key in self.folder.flat if key.member == 0}
+        return max(1, len(groups) // max(tp, 1)), max(tp, 1)
 
     def _order(self, opaque: Iterable[str]) -> list[str]:
         """All names, in registration order; Megatron leaves the output layer's opaque value out, a live model has it."""

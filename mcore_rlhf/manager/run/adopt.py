@@ -255,14 +255,16 @@ def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:
     """
     if _is_known(folder):
         return [("actor", folder)]
-    other = None if steps.step_of(folder) is not None else step_at(folder)
-    if other is not None and (found := other.models()):
+    other = step_at(folder)
+    found = {} if other is None else other.models()
+    if found and steps.step_of(folder) is None:
         return [*found.items()]
+    roles = {place.name: role for role, place in found.items()}
     children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in FOLDERS]
     unknown = [child for child in children if steps.looks_foreign(child) and not _is_known(child)]
     if unknown:
         detect(unknown[0])  # raises, and says which formats are known
-    models = [(child.name, child) for child in children if _is_known(child)]
+    models = [(roles.get(child.name, child.name), child) for child in children if _is_known(child)]
     if not models:
         raise NotACheckpoint(
             f"{folder}: no model in a format that is known; expected folders such as actor/ and critic/"

@@ -26,7 +26,7 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settl
 from mcore_rlhf.storage.transactions import PAUSES
 from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
-from mcore_rlhf.trainers.known import called_so, left_by_trainers
+from mcore_rlhf.trainers.known import called_so, left_by_trainers, roles_by_folder
 from mcore_rlhf.trainers.table import lies_in
 
 from .measured import comparable
@@ -45,6 +45,7 @@ _ASIDE = re.compile(r"\.global_step_(0|[1-9][0-9]{0,17})\.(?:partial|old)-.+")
 
 NOTE = "quarantined.json"
 _LOOKS = 10
+_A_STEP = "global_step_0"
 
 _NO_REASON = "no reason given"
 
@@ -442,7 +443,7 @@ def _visible(number: int, path: ReadablePath, name: str) -> Step:
 
 def _without_manifest(number: int, path: ReadablePath) -> Step:
     roles, nbytes, written, quarantined = _role_folders(path), size_of(path), changed(path), reason_of(path)
-    if any(looks_foreign(folder) for folder in (path, *(path / role for role in roles))):
+    if any(looks_foreign(folder) for folder in (path, *(path / name for name in names_in(path) if _may_be_role(name)))):
         why = f"has no {MANIFEST}: another trainer's step"
         return Step(number, path, "foreign", nbytes, roles, written, why, quarantined=quarantined)
     what = "holds nothing that is known" if names_in(path) else "is empty"
@@ -470,7 +471,8 @@ def _problem(folder: ReadablePath, manifest: Manifest, number: int, name: str = 
 
 
 def _role_folders(path: ReadablePath) -> tuple[str, ...]:
-    return tuple(sorted(name for name in names_in(path) if _may_be_role(name) and may_be_folder(path / name)))
+    found = (name for name in names_in(path) if _may_be_role(name) and may_be_folder(path / name))
+    return tuple(sorted(roles_by_folder(_A_STEP).get(name, name) for name in found))
 
 
 def _may_be_role(name: str) -> bool:

@@ -14,6 +14,7 @@ from . import (
     open_instruct,
     openrlhf,
     rlinf,
+    skyrl,
     torchtitan,
     transformers,
     verl,
@@ -21,5 +22,6 @@ from . import (
 
 LOADERS: tuple[Loader, ...] = (
     megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, verl.TUNING_LOADER,
+    skyrl.LOADER,
     openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, areal.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
 )  # fmt: skip

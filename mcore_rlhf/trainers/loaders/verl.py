@@ -14,6 +14,8 @@ from mcore_rlhf.trainers.conditions import (
     broken,
     has,
     other_dtype,
+    ranks_lack,
+    ranks_of,
     stateless,
     uneven,
     ungrouped,
@@ -40,25 +42,10 @@ _EXTRA = (Thing.SCHEDULER, Thing.RNG)
 _RANKED = ("model_world_size_*", "optim_world_size_*", "extra_state_world_size_*")
 
 
-def _world(seen: Seen) -> int:
-    """Ranks that are to load: as said, as configured, or as many as saved."""
+def _world(seen: Seen) -> int | None:
+    """Ranks that are to load, as said or configured; None for as many as saved."""
     gpus, nodes = seen.settings.number("trainer.n_gpus_per_node"), seen.settings.number("trainer.nnodes")
-    if seen.world is not None or (gpus and nodes):
-        return seen.world or (gpus or 1) * (nodes or 1)
-    saved = [name.partition("_world_size_")[2].partition("_")[0] for name in seen.matching(*_RANKED)]
-    return max((int(one) for one in saved if one.isdecimal() and len(one) < 7), default=1)
-
-
-def _ranks_lack(what: str) -> Callable[[Seen], object]:
-    """A rank that loads has no file of its name, which has the number of ranks in it."""
-
-    def when(seen: Seen) -> object:
-        world = min(_world(seen), MOST_RANKS)
-        there = seen.ranks(f"{what}_world_size_{world}_rank_{{rank}}.pt")
-        gone = [rank for rank in range(world) if rank not in there]
-        return gone and {"file": f"{what}_world_size_{world}_rank_{gone[0]}.pt", "ranks": f"{len(gone)} of {world}"}
-
-    return when
+    return seen.world or (gpus * nodes if gpus and nodes else None)
 
 
 _FSDP = has(*_RANKED, "fsdp_config.json")
@@ -80,7 +67,7 @@ def _of_file(things: tuple[Thing, ...], what: str, content: str, line: str) -> t
             True,
         ),
         Habit(things, _REFUSED, "{file} {wrong}: loading it fails", where, broken(f"{what}_world_size_*"), True),
-        Habit(things, _REFUSED, _GONE, where, both(_FSDP, _ranks_lack(what)), True),
+        Habit(things, _REFUSED, _GONE, where, both(_FSDP, ranks_lack(what, _world)), True),
     )
 
 
@@ -190,7 +177,11 @@ _IN_HANDLER = "utils/checkpoint/checkpoint_handler.py:{}"
 
 def _data_lacks(seen: Seen) -> object:
     """Data-parallel ranks that load have no file: ``{file}`` and ``{ranks}``."""
-    dp = seen.held.dp if verl_megatron.ON_MEGATRON(seen) else _world(seen) // (seen.settings.number(_SEQUENCE) or 1)
+    dp = (
+        seen.held.dp
+        if verl_megatron.ON_MEGATRON(seen)
+        else ranks_of(seen, _world(seen)) // (seen.settings.number(_SEQUENCE) or 1)
+    )
     there = seen.ranks(TUNING.data)
     gone = [rank for rank in range(min(dp, MOST_RANKS)) if rank not in there]
     return gone and {"file": TUNING.data_file(gone[0]), "ranks": f"{len(gone)} of {dp}"}
