@@ -209,7 +209,7 @@ def test_a_folder_that_is_called_like_a_step_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
 def test_a_row_reads_the_names_that_it_makes(trainer: Trainer) -> None:
-    for number in (0, 7, 10**9):
+    for number in (trainer.done(0), 7, 10**9) if trainer.steps else ():  # a run may be its one step
         assert trainer.step_of(trainer.folder_of(number)) == number
     assert trainer.step_of(trainer.folder_of(7) + "x") is None
     assert trainer.step_of("../" + trainer.folder_of(7)) is None
