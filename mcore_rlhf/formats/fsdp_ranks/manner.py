@@ -197,14 +197,13 @@ def like(folder: str, role: str) -> Manner:
     listed = rank_files(root, optimizer=False)
     model = [read_rank_file(root, listed[MODEL][0])]
     optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
-    found = with_strategy(manner_of(model), root, model, optimizer)
-    if optimizer:
-        found = replace(found, groups=_groups(optimizer[0]), members=_members(model[0], optimizer[0]))
     extra = read_pt(root, listed[EXTRA][0]).tree if listed[EXTRA] else {}
     scheduler = extra.get(SCHEDULER) if isinstance(extra, Mapping) else None
-    return replace(
-        found, strategy=strategy_in(extra), scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {}
-    )
+    found = replace(with_strategy(manner_of(model), root, model, optimizer), strategy=strategy_in(extra))
+    if optimizer:
+        members = _members(model[0], optimizer[0], {VALUE_HEAD: SCORE} if found.strategy else {})
+        found = replace(found, groups=_groups(optimizer[0]), members=members)
+    return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
 
 
 def strategy_in(extra: object) -> str:
@@ -263,8 +262,8 @@ def _groups(file: RankFile) -> tuple[Mapping[str, object], ...]:
     return tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
 
 
-def _members(model: RankFile, optimizer: RankFile) -> tuple[tuple[str, ...], ...] | None:
-    """Who is in each group of FSDP2's optimizer; None where its numbers do not say it."""
+def _members(model: RankFile, optimizer: RankFile, called: Mapping[str, str]) -> tuple[tuple[str, ...], ...] | None:
+    """Who is in each group of FSDP2's optimizer, some by other names; None where its numbers do not say it."""
     tree = model.tree if isinstance(model.tree, dict) else {}
     shapes = {str(name): part.global_shape for name, part in tree.items() if isinstance(part, Local)}
     held = {
@@ -280,7 +279,6 @@ def _members(model: RankFile, optimizer: RankFile) -> tuple[tuple[str, ...], ...
         names = name_numbers(collected, shapes, states, optimizer.directory.path.parent, Report())
     except Unsupported:
         return None
-    called = {VALUE_HEAD: SCORE}
     return tuple(tuple(called.get(name := names[str(number)], name) for number in group[PARAMS]) for group in groups)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.errors import UsageError
+from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.storage.paths import ReadablePath
@@ -68,11 +68,17 @@ class Like:
 
         Raises:
             UsageError: It is no checkpoint of that trainer.
+            Unsupported: It is one under DeepSpeed.
             CheckpointError: It is another model's, or damaged.
         """
         if folder is None:
             return cls()
         if not is_sharded(folder) and not (folder / files.optimizer).is_file():
+            if next(folder.glob("*/*_model_states.pt"), None) is not None:
+                raise Unsupported(
+                    f"--like: {folder} was saved under DeepSpeed; such folders are read, and not written\n"
+                    "--to deepspeed writes what DeepSpeed itself loads; schedule and random states are then the script's own."
+                )
             raise UsageError(
                 f"--like: {folder} has no {files.optimizer}\nGive a checkpoint that the trainer itself wrote, of any step."
             )
