@@ -105,6 +105,7 @@ WRITTEN: dict[str, Form] = {
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig": Form.OBJECT,
     **_below("accelerate", "state.PartialState utils.dataclasses.DeepSpeedPlugin", Form.OBJECT),
     **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", Form.OBJECT),
+    "skyrl.train.config.sft_config.TrainOnWhat": Form.MEMBER,
     **_below("trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", Form.OBJECT),
     **_below("transformers.utils.generic", "PaddingStrategy TensorType", Form.MEMBER),
     **_below(
