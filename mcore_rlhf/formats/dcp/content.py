@@ -198,7 +198,11 @@ def choose(source: Source, options: WriteOptions) -> Choices:
     if wanted is not None and (known is None or (known.model, known.style) != wanted):
         raise Unsupported(
             f"{source.root}: has not the keys of a run of {options.run_of.name}, which asks for every one of its own when it loads\n"
-            "--like FOLDER, a checkpoint that the run itself wrote, gives them."
+            + (
+                "--like FOLDER, a checkpoint that the run itself wrote, gives them."
+                if options.like is None
+                else f"Those of --like {options.like} are of another kind, and such runs are read, and not written."
+            )
         )
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
