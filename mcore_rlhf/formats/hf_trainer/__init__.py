@@ -43,9 +43,9 @@ class HfRunFormat(Format):
         return next((one for one in self.weights if one.detect(path)), self.weights[0])
 
     def detect(self, path: ReadablePath) -> bool:
-        """Whether a folder has weights, and beside them optimizer, schedule, counters or random states under these names."""
+        """Whether a folder has weights, and beside them the optimizer, counters or random states under these names."""
         files = self.files
-        marks = (files.optimizer, files.counters or files.rng_name(0, 2), files.scheduler)
+        marks = (files.optimizer, files.counters or files.rng_name(0, 2))
         return any((path / name).is_file() for name in marks) and any(one.detect(path) for one in self.weights)
 
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
