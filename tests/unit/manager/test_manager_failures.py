@@ -189,7 +189,9 @@ def test_retries_are_counted_and_said(tmp_path: Path, disk: threading.Event) -> 
     run.save(1)
     with pytest.raises(StorageError, match="Input/output error"):
         run.close()
-    assert [event.kind for event in heard] == ["save", "retry", "retry", "failed"]
+    kinds = [event.kind for event in heard]
+    kinds.remove("save")  # said by this thread when it has the copy, while the writer's may have failed already
+    assert kinds == ["retry", "retry", "failed"]
     assert [int(event.values["attempt"]) for event in heard if event.kind == "retry"] == [1, 2]
 
 
