@@ -151,9 +151,10 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     data = data_of_ours(source) if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
-        if name == data and (wants_loader(trainer) or (trainer.in_place and before is not trainer)):
+        as_it_was = before is trainer or _is_as_it_was(source, trainer, before, name, found)
+        if name == data and (wants_loader(trainer) or (trainer.in_place and not as_it_was)):
             add_data(found, source, name, trainer)
-        elif before is trainer or _is_as_it_was(source, trainer, before, name, found):
+        elif as_it_was:
             found.files[name] = name
             if name == trainer.data and trainer.in_place:
                 look_at_shares(found, source, name, item)
