@@ -80,8 +80,10 @@ def like_of(options: ConvertOptions, role: str) -> ConvertOptions:
     if options.write.like is None:
         return options
     path = Path(options.write.like).expanduser()
-    step, run = step_at(path), run_at(path)
-    if step is None and run is not None and run.found:  # roles lie beside each other, each with its steps
+    step = step_at(path)
+    if (
+        step is None and (run := run_at(path)) is not None and run.found
+    ):  # roles lie beside each other, each with its steps
         step = run.found[max(run.found)]
     place = None if step is None else step.models().get(role)
     return options if place is None else replace(options, write=replace(options.write, like=str(place)))
