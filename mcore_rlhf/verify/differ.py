@@ -245,7 +245,10 @@ class Differ:
             self._differs("scheduler", f"{a.scheduler} and {b.scheduler}")
         for expert in (False, True):
             of_a, of_b = ([group.fields for group in s.groups if group.expert == expert] for s in (a, b))
-            says_start = all(_START in fields for fields in (*of_a, *of_b))
+            starts = [_START in fields for fields in (*of_a, *of_b)]
+            says_start = all(starts)
+            if any(starts) and not says_start:
+                self._note(f"{_START} of param groups: not all have it, and it was not compared")
             if expert and not (of_a and of_b):
                 continue  # where experts are not dealt over ranks, they are in the others' groups
             if not same(_distinct(of_a, says_start), _distinct(of_b, says_start)):
