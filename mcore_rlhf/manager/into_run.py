@@ -21,7 +21,7 @@ from mcore_rlhf.storage.urls import checkpoint_path, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .run_data import DATA, add_data, data_of_ours, instead_of_loader, look_at_shares, take_position, wants_loader
+from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
 from .runs import TrainerRun, run_at, step_at
 from .subject import Subject, former_of
@@ -154,14 +154,11 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
     for name in source.others:
         item = Item(Kind.FILE, name)
         as_it_was = before is trainer or _is_as_it_was(source, trainer, before, name, found)
-        if name == data and (wants_loader(trainer) or (trainer.in_place and not as_it_was)):
-            add_data(found, source, name, trainer)
+        if name == data and wants_loader(trainer):
+            add_data(found, source, name, trainer, as_it_was=as_it_was)
         elif as_it_was:
             found.files[name] = name
-            if name == trainer.data and trainer.in_place:
-                look_at_shares(found, source, name, item)
-            else:
-                found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
+            found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
         else:
             text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles
@@ -49,59 +49,80 @@ def instead_of_loader(trainer: Trainer) -> str:
     return "; its data begin anew, unless the script goes forward itself"
 
 
-def add_data(found: Beside, source: Subject, name: str, trainer: Trainer) -> None:
-    """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's."""
+def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_it_was: bool) -> None:
+    """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's.
+
+    Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.load``: of another number of shares it begins everything anew, with a
+    warning).
+
+    Args:
+        found: Gets it.
+        source: A step.
+        name: The file that has it there.
+        trainer: Whose run it goes into.
+        as_it_was: Whether it is this trainer's own file, of this step.
+    """
     item = Item(Kind.FILE, name)
     try:
-        tree = _state_in(source, name)
-    except CheckpointError as error:
-        found.report.add(Fate.LOST, f"{name}: {error}", item)
-        return
-    if tree == {}:
-        found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)
-        return
-    if _is_pickle(name):
-        shares = tree if isinstance(tree, list) else [tree]
-        several = "" if len(shares) == 1 else f"counts the shares of {len(shares)} ranks"
-        if wrong := several or _without_sampler(shares[0]):
-            found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
+        state = _state_in(source, name)
+        shares = state if _is_pickle(name) and isinstance(state, list) else None
+        if state == {}:
+            found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)
             return
-        tree = {"version": 1, "kind": _STATEFUL, "state": shares[0]}
-    own = (
-        (name == WHERE or _is_pickle(name))
-        and isinstance(tree, Mapping)
-        and {"version", "kind", "state"} <= tree.keys()
-    )
-    if own and tree["kind"] != _STATEFUL:
-        found.report.add(
-            Fate.LOST, f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on", item
-        )
-    elif trainer.in_place:
-        _add_pickled(found, name, tree["state"] if own else tree, trainer)
-    elif not trainer.data:
-        found.data = tree["state"] if own else tree
-        found.goes_on(f"{name}, among the values of the first model", item)
-    elif not own:
-        found.files[trainer.data_file()] = name
-        found.goes_on(f"{name}, byte for byte, as {trainer.data}", item)
-    else:
-        found.texts[trainer.data_file()] = saved(tree["state"], trainer.data_file())
-        found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
-
-
-def _add_pickled(found: Beside, name: str, state: object, trainer: Trainer) -> None:
-    """The state of a loader for a trainer that pickles it: one of plain values, since its samplers have no generators."""
-    item, wrong = Item(Kind.FILE, name), _unfit(state, [0], 0)
-    try:
-        pickled = pickle_tree(state, trainer.data)
-        wrong = wrong or ("has tensors, as a sampler with a generator of its own has" if pickled.records else "")
+        if as_it_was and _is_pickle(name):
+            found.files[name], found.ranks = name, 0 if shares is None else len(shares)
+            found.goes_on(f"{name}, byte for byte", item)
+            return
+        loaders = name == WHERE and isinstance(state, Mapping) and {"version", "kind", "state"} <= state.keys()
+        if loaders and state["kind"] != _STATEFUL:
+            text = f"{name}: the position of a sampler of ours, from which {trainer.title} cannot go on"
+            found.report.add(Fate.LOST, text, item)
+            return
+        if loaders:
+            state = state["state"]
+        elif _is_pickle(name):
+            state = _alone(state if shares is None else shares)
+        elif trainer.data and not _is_pickle(trainer.data):
+            found.files[trainer.data_file()] = name
+            found.goes_on(f"{name}, byte for byte, as {trainer.data}", item)
+            return
+        _give(found, trainer, state)
     except CheckpointError as error:
-        wrong = str(error)
-    if wrong:
-        found.report.add(Fate.LOST, f"{name}: {wrong}; {trainer.title} begins its data anew", item)
+        found.report.add(Fate.LOST, f"{name}: {error}; {trainer.title} begins its data anew", item)
         return
-    found.texts[trainer.data], found.ranks = pickled.data, 0
-    found.goes_on(f"the loader's state in {name}, as {trainer.data}", item)
+    found.goes_on(f"the loader's state in {name}, {_as_what(trainer)}", item)
+
+
+def _give(found: Beside, trainer: Trainer, state: object) -> None:
+    """The state of a loader where the trainer has it, in the trainer's own form.
+
+    Raises:
+        Unsupported: A trainer that pickles it cannot go on from such a state: its samplers have no generators.
+    """
+    if not trainer.data:
+        found.data = state
+    elif not _is_pickle(trainer.data):
+        found.texts[trainer.data_file()] = saved(state, trainer.data_file())
+    elif wrong := _unfit(state, [0], 0):
+        raise Unsupported(wrong)
+    elif (pickled := pickle_tree(state, trainer.data)).records:
+        raise Unsupported("has tensors, as a sampler with a generator of its own has")
+    else:
+        found.texts[trainer.data], found.ranks = pickled.data, 0
+
+
+def _alone(shares: object) -> object:
+    """The state of the one loader of a run.
+
+    Raises:
+        Unsupported: There were several, or it does not say enough.
+    """
+    state, *more = shares if isinstance(shares, list) else [shares]
+    if more:
+        raise Unsupported(f"counts the shares of {1 + len(more)} ranks")
+    if wrong := _without_sampler(state):
+        raise Unsupported(wrong)
+    return state
 
 
 def _is_pickle(name: str) -> bool:
@@ -114,21 +135,6 @@ def _state_in(source: Subject, name: str) -> Any:
         return unpickle(reading.read_bytes(source.folder / name), str(source.folder / name), source.options.stubs)
     file = read_pt(source.folder, name, stubs=source.options.stubs)
     return file.materialize(file.tree)
-
-
-def look_at_shares(found: Beside, source: Subject, name: str, item: Item) -> None:
-    """Note how many ranks' shares of the data a file counts; none where it is of one loader for all.
-
-    Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.load``: of another number it begins everything anew, with a warning).
-    """
-    try:
-        tree = _state_in(source, name)
-    except CheckpointError as error:
-        del found.files[name]
-        found.report.add(Fate.LOST, f"{name}: {error}", item)
-        return
-    found.ranks = len(tree) if isinstance(tree, list) else 0
-    found.goes_on(f"{name}, byte for byte", item)
 
 
 def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
@@ -151,17 +157,12 @@ def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
     try:
         file = read_pt(opened.root, name)
         position = file.materialize(file.tree)
-        wrong = _unfit(position, [opened.state.iteration], opened.state.iteration) or _without_sampler(position)
-        text = b"" if wrong or not trainer.data else saved(position, trainer.data_file())
+        if wrong := _unfit(position, [opened.state.iteration], opened.state.iteration) or _without_sampler(position):
+            raise Unsupported(wrong)
+        _give(found, trainer, position)
     except CheckpointError as error:
-        wrong = str(error)
-    if wrong:
-        found.report.add(Fate.LOST, f"{name}: {wrong}; {told}")
+        found.report.add(Fate.LOST, f"{name}: {error}; {told}")
         return
-    if trainer.data:
-        found.texts[trainer.data_file()] = text
-    else:
-        found.data = position
     found.goes_on(f"{name}, {_as_what(trainer)}")
     _count_as_opened(opened, {name: file})
 
@@ -174,22 +175,23 @@ def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
     found.ranks = opened.parallel.dp
     there = {*names_in(opened.root)}
     names = {rank: name for rank in range(found.ranks) if (name := step.trainer.data_file(rank)) in there}
-    listed = ", ".join(names.values())
-    files, wrong = dict[str, PtFile](), ""
+    listed, files, states = ", ".join(names.values()), dict[str, PtFile](), list[object]()
     try:
         for name in names.values():
             files[name] = read_pt(opened.root, name)
-            found.data = files[name].materialize(files[name].tree)
-            wrong = wrong or _unfit(found.data, [opened.state.iteration], opened.state.iteration)
+            states.append(files[name].materialize(files[name].tree))
+            if wrong := _unfit(states[-1], [opened.state.iteration], opened.state.iteration):
+                raise Unsupported(wrong)
+        if names and _is_pickle(trainer.data):
+            _give(found, trainer, _alone(states))
     except CheckpointError as error:
-        wrong = str(error)
-    if trainer.data or wrong or found.ranks != 1:
-        found.data = None
-    if wrong:
-        found.report.add(Fate.LOST, f"{listed}: {wrong}; {trainer.title} begins its data anew")
-    elif names:
-        if trainer.data:
-            found.files |= {trainer.data_file(rank): name for rank, name in names.items()}
+        found.report.add(Fate.LOST, f"{listed}: {error}; {trainer.title} begins its data anew")
+        return True
+    if not trainer.data and found.ranks == len(states) == 1:
+        (found.data,) = states
+    elif trainer.data and not _is_pickle(trainer.data):
+        found.files |= {trainer.data_file(rank): name for rank, name in names.items()}
+    if names:
         found.goes_on(f"{listed}, {_as_what(trainer)}")
         _count_as_opened(opened, files)
     return True
@@ -216,7 +218,7 @@ def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
     """
     if found.said is None:
         return
-    (text, about), wanted = found.said, dp if trainer.of_each_rank or trainer.in_place else 1
+    (text, about), wanted = found.said, dp if trainer.shares_data else 1
     if found.ranks in (wanted, 0):
         found.report.add(Fate.KEPT, f"{text}: for the same data in the same order", *about)
         return
@@ -250,7 +252,7 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         trainer: Whose run it is.
         opened: The first model.
     """
-    if not trainer.data or trainer.in_place or trainer.data_file() in (*found.files, *found.texts):
+    if not trainer.data or trainer.data_file() in (*found.files, *found.texts):
         return
     state = opened.state
     asking = ((trained, name) for trained in TRAINERS for name, what in trained.asks.items() if what == DATA)
@@ -263,9 +265,9 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
             found.report.add(Fate.LOST, f"{key}: {wrong}; {trainer.title} begins its data anew")
             continue
         try:
-            found.texts[trainer.data_file()] = saved(position, trainer.data_file())
+            _give(found, trainer, position)
         except CheckpointError as error:
-            found.report.add(Fate.LOST, f"{key}: {error}")
+            found.report.add(Fate.LOST, f"{key}: {error}; {trainer.title} begins its data anew")
             continue
         found.goes_on(f"{key}, among the values of the first model, as {trainer.data}")
         return
@@ -306,7 +308,7 @@ def _without_sampler(position: object) -> str:
 
 def wants_loader(trainer: Trainer) -> bool:
     """Whether a trainer goes on from the state of a loader."""
-    return (bool(trainer.data) and not trainer.in_place) or DATA in trainer.asks.values()
+    return bool(trainer.data) or DATA in trainer.asks.values()
 
 
 def _formats(opened: Source) -> set[str]:

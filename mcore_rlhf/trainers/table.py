@@ -167,6 +167,11 @@ class Trainer:
         """Whether each data-parallel rank says for itself how far its share of the data is."""
         return "{rank}" in self.data
 
+    @property
+    def shares_data(self) -> bool:
+        """Whether its data-parallel ranks have a share of the data each: a file of each counts it, or one that is pickled for all."""
+        return self.of_each_rank or self.data.endswith(".pkl")
+
     def data_file(self, rank: int = 0) -> str:
         """The file that says how far the data are, or a rank's share; empty where there is none."""
         return self.data.format(rank=rank)

@@ -15,6 +15,8 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.manager.run.adopt import Adoption, adopt
 from mcore_rlhf.manager.runs import listed_steps, run_at, without_data
 from mcore_rlhf.manager.will_resume import forecast, forecast_for_its_writer, loader_named
+from mcore_rlhf.storage.pickling import pickle_tree
+from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.unit.manager.test_into_run import VERL, into
@@ -69,25 +71,32 @@ def test_of_all_ranks_the_place_is_looked_for(run: Path) -> None:
     assert json.loads(found.stdout)["missing"] == [said]
 
 
-@pytest.mark.parametrize(("to", "write"), [("verl-sft", {"dp": 3}), ("verl", {}), ("openrlhf", {})])
+@pytest.mark.parametrize(("to", "write"), [("verl-sft", {"dp": 3}), ("verl", {}), ("openrlhf", {}), ("areal", {})])
 def test_a_share_is_no_place_for_another_number_of_loaders(
     to: str, write: dict[str, int], run: Path, tmp_path: Path
 ) -> None:
     """What one rank yielded of two is another place in the data of three, or of one; the loader would go on from it without a word."""
     done = into(run, tmp_path / "new", to, **write)
-    assert any("counts the shares of 2 data-parallel ranks" in text for text in done.report.lost)
+    assert any("counts the shares of 2 " in text for text in done.report.lost)
     assert not [*(tmp_path / "new").rglob("data*.pt")]
+    assert all(
+        path.read_bytes() == pickle_tree({}, "").data for path in (tmp_path / "new").rglob("dataloader_info.pkl")
+    )
 
 
 def test_of_one_rank_it_is_the_whole_and_goes_both_ways(run: Path, tmp_path: Path) -> None:
     one = into(run, tmp_path / "one", "verl-sft", dp=1).published
     assert isinstance(one, Path)
-    torch.save({"_num_yielded": 3}, one / "data_0.pt")
+    position = {"_num_yielded": 3, "_sampler_iter_state": {"samples_yielded": 6}}
+    torch.save(position, one / "data_0.pt")
     (one / "manifest.json").unlink()
     assert into(tmp_path / "one", tmp_path / "ppo", "verl").account.lossless
     assert (tmp_path / "ppo" / STEP / "data.pt").is_file()
     assert into(tmp_path / "ppo", tmp_path / "back", "verl-sft").account.lossless
     assert (tmp_path / "back" / STEP / "data_0.pt").read_bytes() == (one / "data_0.pt").read_bytes()
+    into(tmp_path / "one", tmp_path / "areal", "areal")
+    pickled = tmp_path / "areal" / "recover_info" / "dataloader_info.pkl"
+    assert unpickle(pickled.read_bytes(), pickled.name) == position
     two = into(tmp_path / "ppo", tmp_path / "two", "verl-sft", dp=2)
     assert any("counts the shares of 1 data-parallel ranks" in text for text in two.report.lost)
 
