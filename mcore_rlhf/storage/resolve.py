@@ -253,6 +253,10 @@ class TreeResolver:
         stored = StoredTensor(record, start, sizes, steps)
         if stored.stop > record.numel:
             raise Unfit(Corrupt, f"a tensor that ends at element {stored.stop} of a storage of {record.numel}")
+        declared = storage.numel * dtype_of(STORAGES.get(storage.type_name, name)).itemsize
+        if declared != record.nbytes:  # torch.load stops there
+            said = f"a storage of {shown(declared)} bytes, whose record {record.key!r} has {record.nbytes}"
+            raise Unfit(Corrupt, f"a tensor in {said}")
         self._claims -= prod(sizes) * record.dtype.itemsize
         if self._claims < 0:
             text = (

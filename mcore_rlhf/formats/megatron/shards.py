@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.core.facts import Fate, same
+from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported, shown
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
@@ -228,6 +228,9 @@ _SAME_EVERYWHERE = (
 )  # fmt: skip
 
 
+_OF_A_RANK = {"rank", "local_rank"}
+
+
 def check_ranks(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
     """The files of all ranks must be of one checkpoint.
 
@@ -239,6 +242,7 @@ def check_ranks(shards: Sequence[RankShard], located: Located, notes: Report) ->
     _check_arguments(shards, problems)
     _check_places(shards, problems)
     problems.raise_if_any()
+    _note_arguments(shards, notes)
     _note_other_files(shards, located, notes)
 
 
@@ -269,6 +273,26 @@ def _check_arguments(shards: Sequence[RankShard], problems: Problems) -> None:
                     f"args.{name} is {first.get(name)} in {shards[0].pt.file}, but {mine.get(name)} in {shard.pt.file}",
                     "Files of two runs are mixed.",
                 )
+
+
+def _note_arguments(shards: Sequence[RankShard], notes: Report) -> None:
+    """Say where ranks have other arguments than the first: one run gives all the same, but for who they are."""
+    first, found = _arguments(shards[0]), dict[str, list[str]]()
+    for shard in shards[1:]:
+        mine = _arguments(shard)
+        names = (first.keys() | mine.keys()) - _OF_A_RANK if first and mine else ()
+        if differing := sorted(name for name in names if not same(first.get(name), mine.get(name))):
+            text = ", ".join(
+                f"{name:.60} ({shown(mine.get(name), 40)}, not {shown(first.get(name), 40)})" for name in differing[:3]
+            )
+            found.setdefault(f"{text}{_more(differing)}", []).append(shard.at.folder)
+    for text, folders in found.items():
+        where = f"{', '.join(folders[:3])}{_more(folders)}"
+        notes.add(Fate.NOTE, f"{where}: other arguments than those of {shards[0].at.folder}, which are taken: {text}")
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 3} more" if len(names) > 3 else ""
 
 
 def _check_places(shards: Sequence[RankShard], problems: Problems) -> None:

@@ -34,6 +34,20 @@ def test_ranks_of_another_iteration_are_found(tmp_path: Path) -> None:
     assert "mp_rank_01_000" in message
 
 
+def test_arguments_of_one_rank_alone_are_said(tmp_path: Path) -> None:
+    source = copied(SHARDED, tmp_path)
+    assert "arguments" not in str(open_checkpoint(source, ReadOptions()).notes.lines)
+    for rank in ("mp_rank_00_001", "mp_rank_01_001"):
+        with edited(source / ITERATION / rank / MODEL) as tree:
+            tree["args"].lr, tree["args"].weight_decay = 0.5, float("nan")
+            del tree["args"].min_lr
+    (said,) = (text for _, text in open_checkpoint(source, ReadOptions()).notes.lines if "arguments" in text)
+    assert said.startswith(
+        "mp_rank_00_001, mp_rank_01_001: other arguments than those of mp_rank_00_000, which are taken: lr (0.5, not "
+    )
+    assert "min_lr (None, not " in said
+
+
 def test_a_renamed_iteration_folder_is_found(tmp_path: Path) -> None:
     source = copied(SINGLE, tmp_path)
     (source / ITERATION).rename(source / "iter_0000007")

@@ -208,7 +208,7 @@ def test_what_is_not_supported_is_named_with_its_place(tmp_path: Path, case: str
         saved(tmp_path, make())
 
 
-def test_a_storage_that_is_missing_or_too_short(tmp_path: Path) -> None:
+def test_a_storage_that_is_missing_or_of_another_length(tmp_path: Path) -> None:
     pickled = saved_pickle({"model": {"w": torch.ones(4)}})
     write_pt(tmp_path / "missing.pt", pickled)
     with pytest.raises(Corrupt, match=r"missing\.pt"):
@@ -219,6 +219,9 @@ def test_a_storage_that_is_missing_or_too_short(tmp_path: Path) -> None:
     write_pt(tmp_path / "odd.pt", pickled, _0=b"\0" * 17)
     with pytest.raises(Corrupt, match="whose length is 17 bytes"):
         read_pt(tmp_path, "odd.pt")
+    write_pt(tmp_path / "long.pt", pickled, _0=b"\0" * 20)
+    with pytest.raises(Corrupt, match=r"model\.w is a tensor in a storage of 16 bytes, whose record 'data/0' has 20"):
+        read_pt(tmp_path, "long.pt")
 
 
 @pytest.mark.parametrize("pickled", [b"", b"\x80\x02", b"garbage", b"\x80\x02h\x00.", b"\x80\x02}q\x00.."[:5], b"."])
