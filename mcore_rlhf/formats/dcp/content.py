@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOATING, MASTER, PARAM, DType, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
@@ -157,11 +157,6 @@ class Choices:
     made: bool = False
     bare: bool = False
     apart: tuple[str, ...] = ()
-
-    @property
-    def loses_masters(self) -> bool:
-        """Whether trained parameters are rounded, which are the masters."""
-        return self.dtype is not None and self.optimizer and self.dtype != FLOAT32
 
     def folder_of(self, path: Path_) -> str:
         """The DCP folder, below the target's, in which a key lies."""

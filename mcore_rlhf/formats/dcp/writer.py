@@ -9,12 +9,9 @@ from functools import partial
 from mcore_rlhf.core import facts
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import (
-    FLOATING,
-    MASTER,
     PARAM,
     Box,
     Chunk,
-    DType,
     Shape,
     TensorEntry,
     TensorName,
@@ -23,6 +20,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Kind, Reason, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
+from mcore_rlhf.families.fsdp.masters import OF_MASTERS, Trained
 from mcore_rlhf.families.fsdp.state import MADE, RNG
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of, value_items
 from mcore_rlhf.families.module import ModuleState
@@ -213,11 +211,6 @@ def _is_new(t: _DcpTarget) -> bool:
     return DcpState.of(t.source) is None
 
 
-def _halves(t: _DcpTarget) -> list[DType]:
-    """Types of parameters that FSDP rounds as it computes."""
-    return [s.dtype for s in t.source.model.params if s.trainable and s.dtype in FLOATING and s.dtype.itemsize == 2]
-
-
 def _had_rng(t: _DcpTarget) -> bool:
     own = DcpState.of(t.source)
     return RNG in (t.source.state.other if own is None else own.rest)
@@ -253,8 +246,5 @@ _RULES: tuple[Rule[_DcpTarget], ...] = (
     Rule(Fate.LOST, "schedule, random states and client state: AReaL stores model and optimizer alone, writes over them, and "
          "begins the rest anew", lambda t: t.choices.bare and _has_more(t.source), [facts.Item(kind) for kind in (*_OF_RUN, Kind.VALUE)]),
     Rule(Reason.OF_ENGINE, when=lambda t: t.choices.bare, of=[facts.Item(kind) for kind in (Kind.ARGUMENT, Kind.CONFIG, Kind.OPTIMIZER)]),
-    Rule(Fate.LOST, "fp32 masters: the parameters become {0.choices.dtype}, and FSDP has no other place for them",
-         lambda t: t.choices.loses_masters, [facts.Item(Kind.TENSOR, MASTER)]),
-    Rule(Fate.DERIVED, "parameters: the fp32 masters, which FSDP trains and rounds as it computes; {found[0]} is written nowhere",
-         lambda t: not t.choices.loses_masters and t.choices.masters and MASTER in t.source.states and _halves(t)),
+    *(rule.of_part(lambda t: Trained(t.source, t.choices.dtype, t.choices.optimizer)) for rule in OF_MASTERS),
 )  # fmt: skip

@@ -23,16 +23,17 @@ from mcore_rlhf.core.catalog import (
     dtype_of,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
+from mcore_rlhf.families.fsdp.masters import OF_MASTERS, Trained
 from mcore_rlhf.families.fsdp.order import Unit, ordered, units_of
 from mcore_rlhf.families.fsdp.state import EPOCH, MADE, RNG, SCHEDULER, scheduler_state
-from mcore_rlhf.families.inventory import LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import Sidecar
+from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.fsdp import part
@@ -61,16 +62,10 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     """
     report = source.notes.for_target()
     module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
-    manner = _manner(source, own, options, report)
-    by = manner.loader
+    manner, shown_by = _manner(source, own, options)
     world = options.dp or source.parallel.dp
     if world > MOST_RANKS:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
-    if world != source.parallel.world_size:
-        report.add(
-            Fate.CHANGED,
-            f"files of {world} ranks, whom alone {by} lets load them; {source.parallel.world_size} wrote the source",
-        )
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer and manner.original:
         raise Unsupported(
@@ -79,57 +74,27 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
         )
     if optimizer:
         check_groups(source)
-    elif options.no_optimizer:
-        report.add(Fate.LOST, LEFT_OUT, *OF_OPTIMIZER)
-    else:
-        how = (
-            "where its load_contents is ['model'] or ['model', 'extra']"
-            if manner.items is None and not manner.strategy
-            else "into a model alone"
-            if not manner.strategy
-            else "and begins with a new optimizer"
-        )
-        report.add(Fate.NOTE, f"no optimizer: {by.partition(',')[0]} loads the files {how}")
     groups = as_run_has(source, manner, report) if optimizer else ()
     names = {spec.name: spec.name for spec in source.model.params} | dict(module.shared)
     order = FROM_MASTERS if optimizer else EITHER
     view = source.catalog.renamed(source.role, names).states({PARAM: order[PARAM]})
-    dtype = None if options.dtype is None else dtype_of(options.dtype)
-    kept = keeps_states(source, world, options.rng) and (manner.items is None or RNG in manner.items)
-    ranks = _Ranks(source, module, manner, world, optimizer, groups, view, dtype, kept)
+    ranks = _Ranks(source, module, manner, shown_by, options, world, optimizer, groups, view)
     ranks.check()
-    if ranks.apart:
-        text = ", ".join(f"{name} apart from {owner}" for name, owner in ranks.apart.items())
-        report.add(
-            Fate.CHANGED, f"tied weights: SkyRL trains {text}; each gets the values and states that were of both"
-        )
-    _report(source, optimizer, dtype, report)
-    scheduled = manner.items is None or SCHEDULER in manner.items
-    scheduler = _scheduler(source, manner, groups, optimizer, report) if scheduled else None
-    return ranks.target(scheduler, _random(source, manner, world, options, report), report)
+    report.through(_RULES, ranks)
+    scheduler = _scheduler(source, manner, groups, optimizer, report) if ranks.has_place(SCHEDULER) else None
+    random = states_of_ranks(source, world, options.rng, report) if ranks.has_place(RNG) else [None] * world
+    return ranks.target(scheduler, random, report)
 
 
-def _random(source: Source, manner: Manner, world: int, options: WriteOptions, report: Report) -> Sequence[Rng | None]:
-    """Every rank's, where the run's files have a place for them."""
-    if manner.items is None or RNG in manner.items:
-        return states_of_ranks(source, world, options.rng, report)
-    if RNG in source.state.other:
-        report.add(Fate.LOST, "rng: the run that loads it has no item for random states", Item(Kind.RNG))
-    return [None] * world
-
-
-def _manner(source: Source, own: RanksState | None, options: WriteOptions, report: Report) -> Manner:
-    """As the run that is named writes its files, or the one that wrote the source, or as verl does it."""
+def _manner(source: Source, own: RanksState | None, options: WriteOptions) -> tuple[Manner, str]:
+    """As the run that is named writes its files, or the one that wrote the source, or as verl does it; and which of them it is."""
     if options.like is not None:
         manner, by = like(options.like, source.role), f"as in {options.like}"
     elif own is not None and own.manner is not None:
         manner, by = own.manner, "as the source's run has them"
     else:
         manner, by = Manner(), "verl's strategy fsdp2; --like FOLDER takes them from what the run itself wrote"
-    if options.run_of.name:
-        manner, by = _of_trainer(manner, options, by)
-    report.add(Fate.NOTE, f"rank files: {manner}, {by}")
-    return manner
+    return _of_trainer(manner, options, by) if options.run_of.name else (manner, by)
 
 
 def _of_trainer(manner: Manner, options: WriteOptions, by: str) -> tuple[Manner, str]:
@@ -165,33 +130,30 @@ def _scheduler(
     return {**manner.scheduler, **rates_of(state, groups)}
 
 
-def _report(source: Source, optimizer: bool, dtype: DType | None, report: Report) -> None:
-    halves = [
-        spec.dtype
-        for spec in source.model.params
-        if spec.trainable and spec.dtype in FLOATING and spec.dtype.itemsize == 2
-    ]
-    if dtype is not None and optimizer and dtype.itemsize != 4:
-        text = f"fp32 masters: the parameters become {dtype}, and FSDP has no other place for them"
-        report.add(Fate.LOST, text, Item(Kind.TENSOR, MASTER))
-    elif optimizer and halves and MASTER in source.states:
-        text = (
-            f"parameters: the fp32 masters, which FSDP trains and rounds as it computes; {halves[0]} is written nowhere"
-        )
-        report.add(Fate.DERIVED, text)
-
-
 @dataclass(frozen=True, slots=True)
 class _Ranks:
     source: Source
     module: ModuleState
     manner: Manner
+    shown_by: str
+    options: WriteOptions
     world: int
     optimizer: bool
     groups: Sequence[ParamGroup]
     view: Chunks
-    dtype: DType | None
-    keeps_random: bool
+
+    @property
+    def dtype(self) -> DType | None:
+        """What trained parameters become; None to leave them."""
+        return None if self.options.dtype is None else dtype_of(self.options.dtype)
+
+    def has_place(self, item: str) -> bool:
+        """Whether the run's files have one for it."""
+        return self.manner.items is None or item in self.manner.items
+
+    @property
+    def _keeps_random(self) -> bool:
+        return self.has_place(RNG) and keeps_states(self.source, self.world, self.options.rng)
 
     @property
     def apart(self) -> Mapping[str, str]:
@@ -228,17 +190,18 @@ class _Ranks:
         problems.raise_if_any()
 
     def target(self, scheduler: Mapping[str, object] | None, random: Sequence[Rng | None], report: Report) -> Target:
-        files, manner = [], self.manner
+        files, manner, beside = list[TargetFile](), self.manner, set[str]()
         for rank in range(self.world):
             files.append(self._file(MODEL, rank, partial(self._model, rank)))
             if self.optimizer:
                 make = self._flat if manner.version == 1 else self._numbered
                 files.append(self._file(OPTIMIZER, rank, partial(make, rank)))
-            for item, tree in self._others(rank, scheduler, random[rank], report if rank == 0 else Report()):
+            for item, tree in self._others(rank, scheduler, random[rank]):
                 files.append(self._file(item, rank, partial(_small, tree)))
+                beside.add(item)
         texts, lost = self._sidecar().texts()
-        for what in lost:
-            report.add(Fate.LOST, f"{what}: no JSON can hold it")
+        report.through(UNHELD, lost)
+        report.through(_LACKING, [item for item in manner.items or () if item not in beside])
         if manner.items is None:
             said = {STRATEGY: manner.strategy} if manner.strategy else {VERSION: manner.version}
             texts[CONFIG] = json.dumps({**said, "world_size": self.world}, indent=4)
@@ -264,7 +227,7 @@ class _Ranks:
         return TargetFile(path, partial(make, path))
 
     def _others(
-        self, rank: int, scheduler: Mapping[str, object] | None, random: Rng | None, report: Report
+        self, rank: int, scheduler: Mapping[str, object] | None, random: Rng | None
     ) -> Iterator[tuple[str, object]]:
         """What lies beside model and optimizer: verl's one file, or each item of the run's that the source has."""
         state: dict[str, object] = {SCHEDULER: None if scheduler is None else dict(scheduler)}
@@ -277,13 +240,7 @@ class _Ranks:
         found = {**self.source.state.other, **{k: v for k, v in state.items() if v is not None}}
         found = {key: value for key, value in found.items() if key != RNG}
         found |= {} if random is None else {RNG: dict(random)}
-        for item in self.manner.items:
-            if item in found:
-                yield item, found[item]
-            else:
-                report.add(
-                    Fate.NOTE, f"{item}: the source has none; torch_checkpointing stops where a run loads this item"
-                )
+        yield from ((item, found[item]) for item in self.manner.items if item in found)
 
     def _described(self) -> dict[str, list[rank_items.Described]]:
         """All tensors, as resharders want them described."""
@@ -312,7 +269,7 @@ class _Ranks:
     def _holds(self) -> Inventory:
         """All that the files have no place for lies beside them, but for random states."""
         found = inventory_of(self.source).items()
-        return {item: value for item, value in found if item.kind is not Kind.RNG or self.keeps_random}
+        return {item: value for item, value in found if item.kind is not Kind.RNG or self._keeps_random}
 
     def _sidecar(self) -> Sidecar:
         specs, dtype, state = self.source.model.params, self.dtype, self.source.state
@@ -498,3 +455,34 @@ def _flattened(
 def _small(tree: object, path: str) -> FileLayout:
     del path
     return FileLayout.of_tree(tree)
+
+
+def _how_without_optimizer(t: _Ranks) -> str:
+    """How a run is told to load files without an optimizer; empty where they have one, or the user left it out."""
+    if t.optimizer or t.options.no_optimizer:
+        return ""
+    if t.manner.strategy:
+        return "and begins with a new optimizer"
+    return (
+        "where its load_contents is ['model'] or ['model', 'extra']" if t.manner.items is None else "into a model alone"
+    )
+
+
+_RULES: tuple[Rule[_Ranks], ...] = (
+    Rule(Fate.NOTE, "rank files: {0.manner}, {0.shown_by}"),
+    Rule(Fate.CHANGED,
+         "files of {0.world} ranks, whom alone {0.manner.loader} lets load them; {0.source.parallel.world_size} wrote the source",
+         lambda t: t.world != t.source.parallel.world_size),
+    *(rule.of_part(lambda t: t.options) for rule in LEAVES_OUT),
+    Rule(Fate.NOTE, "no optimizer: {loader} loads the files {how}",
+         lambda t: (how := _how_without_optimizer(t)) and {"how": how, "loader": t.manner.loader.partition(",")[0]}),
+    Rule(Fate.CHANGED, "tied weights: SkyRL trains {found}; each gets the values and states that were of both",
+         lambda t: [f"{name} apart from {owner}" for name, owner in t.apart.items()]),
+    *(rule.of_part(lambda t: Trained(t.source, t.dtype, t.optimizer)) for rule in OF_MASTERS),
+    Rule(Fate.LOST, "rng: the run that loads it has no item for random states",
+         lambda t: not t.has_place(RNG) and RNG in t.source.state.other, [Item(Kind.RNG)]),
+)  # fmt: skip
+_LACKING: Sequence[Rule[Sequence[str]]] = [
+    Rule(Fate.NOTE, "{item}: the source has none; torch_checkpointing stops where a run loads this item",
+         lambda items: [{"item": item} for item in items])
+]  # fmt: skip
