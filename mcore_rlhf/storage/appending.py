@@ -208,9 +208,10 @@ class AppendLog:
             wanted = self.counts.added
             if self._fresh:
                 self._begin()
+            before = self.problem if self._retry_s else None  # of an earlier try; another one is made now
             self._urgent = wanted
             self._turn.notify_all()
-            tried = self._turn.wait_for(lambda: self._done >= wanted or self.problem is not None, seconds)
+            tried = self._turn.wait_for(lambda: self._done >= wanted or self.problem not in (None, before), seconds)
             if self._done >= wanted:
                 return
             if self.problem is not None:
@@ -293,9 +294,7 @@ class AppendLog:
         return self.pace.segment_s if self._segment is not None and self._segment.number > 1 else None
 
     def _cannot_wait(self) -> bool:
-        if self.problem is not None:
-            return self._urgent == _FOR_EVER  # closing; otherwise it is tried again after a while
-        return self._urgent > self._done or self._waiting >= self.pace.group_nbytes
+        return self._urgent > self._done or (self.problem is None and self._waiting >= self.pace.group_nbytes)
 
     def _put_somewhere(self, sync: bool) -> None:
         """Write; where the file fails, into a new one; where that fails as well, say so."""
@@ -350,6 +349,7 @@ class AppendLog:
         problem = storage_error(error, path, "write", waited)
         with self._turn:
             self._retry_s = min(2 * self._retry_s or _FIRST_RETRY_S, _LONGEST_RETRY_S)
+            self._urgent = _FOR_EVER if self._urgent == _FOR_EVER else 0  # who waits hears of it
             first, self.problem = self.problem is None, problem
             self._turn.notify_all()
         if first:

@@ -58,6 +58,27 @@ def test_what_fails_in_one_world_fails_in_all(pool: WorkerPool, tmp_path: Path, 
     assert hidden(tmp_path / "root") == []
 
 
+@pytest.mark.parametrize("victim", ["actor 0", "actor 1", "critic 0"])
+def test_what_cannot_begin_in_one_world_is_not_waited_for_in_the_others(
+    pool: WorkerPool, tmp_path: Path, victim: str
+) -> None:
+    for (failed, seconds), (after, _) in run(pool, world_jobs.one_rank_cannot_begin, tmp_path, victim):
+        assert "division by zero" in failed[1], failed
+        assert seconds < 20, "of the sixty that a part is waited for"
+        assert after == ("", "")
+    assert [step.step for step in steps.committed(tmp_path / "root")] == [1, 3]
+    assert hidden(tmp_path / "root") == []
+
+
+@pytest.mark.parametrize("victim", ["actor 1", "critic 0"])
+def test_what_went_in_waves_in_one_world_comes_again_in_all(pool: WorkerPool, tmp_path: Path, victim: str) -> None:
+    """Twice in a row is once too often: then all say so, and the next save is well."""
+    for told in run(pool, world_jobs.come_again, tmp_path, victim, 48 << 20):
+        assert [bool(kind) for kind, _ in told] == [False, False, False, True, False]
+    assert [step.step for step in steps.committed(tmp_path / "root")] == [1, 5]
+    assert hidden(tmp_path / "root") == []
+
+
 @pytest.mark.parametrize("absent", ["actor", "critic"])
 def test_a_world_that_does_not_save(pool: WorkerPool, tmp_path: Path, absent: str) -> None:
     names = [name for name, size in world_jobs.SIZES.items() for _ in range(size)]

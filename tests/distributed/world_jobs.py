@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.manager.run.commit import Transaction
 from mcore_rlhf.manager.run.manager import CheckpointManager
+from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.world import Worlds
 from tests.distributed.jobs import engine, failing_writes, options, outcome
 
@@ -91,6 +92,46 @@ def one_rank_fails(folder: Path, victim: str) -> list[tuple[str, str]]:
         live.reset(3)
         told.append(outcome(lambda: saving.save(3, transaction="third", blocking=True)))
     Transaction.join = join
+    return told
+
+
+def one_rank_cannot_begin(folder: Path, victim: str) -> list[tuple[tuple[str, str], float]]:
+    """What one rank has cannot be saved; how long all worlds take to hear of it, and how the next save is."""
+    name = apart(folder)
+    live, told = engine(1), list[tuple[tuple[str, str], float]]()
+    with manager(folder / "root", name, live) as saving:
+        saving.save(1, transaction="first", blocking=True)
+        for step, identity in ((2, "second"), (3, "third")):
+            live.reset(step)
+            if identity == "second" and f"{name} {dist.get_rank()}" == victim:
+                time.sleep(0.5)  # the others wait for it
+                live.live = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+            started = time.monotonic()
+            told.append((outcome(lambda: saving.save(step, transaction=identity, blocking=True)), 0.0))  # noqa: B023
+            told[-1] = told[-1][0], time.monotonic() - started
+            vars(live).pop("live", None)
+    return told
+
+
+def come_again(folder: Path, victim: str, limit: int) -> list[tuple[str, str]]:
+    """The disk of one rank refuses a step in waves; what the driver has them save next is saved, and the one before is no error."""
+    name = apart(folder)
+    numel = 10 << 20 if name == "actor" else 1000  # the critic's fits
+    live, told, heard = engine(1, numel), list[tuple[str, str]](), list[str]()
+
+    def hear(event: Event) -> None:
+        heard.extend([event.kind] if event.kind == "retry" else [])
+
+    more = {"max_host_memory": limit, "save_retries": 1, "on_event": hear}
+    with manager(folder / "root", name, live, **more) as saving:
+        for step, identity in enumerate(("first", "second", "third", "fourth", "fifth"), 1):
+            live.reset(step)
+            fails = step in (2, 3) and f"{name} {dist.get_rank()}" == victim
+            told.append(outcome(lambda: saving.save(step, transaction=identity)))  # noqa: B023
+            with failing_writes(errno.EIO, folder / "root", 1 if fails else 10**9):
+                saving._saver._background.ended_within(60)
+        assert saving.maybe_save(6) is None
+    assert heard == ["retry"], heard
     return told
 
 

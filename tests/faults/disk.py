@@ -10,7 +10,7 @@ from pathlib import Path
 
 WRITING = "create,write,fsync,mkdir,truncate,link"
 CHANGING = f"{WRITING},open,rename,unlink,rmdir"
-READING = "open,read,opendir,readdir,stat,fstat"
+READING = "open,read,opendir,readdir,stat,fstat,advise,map,readlink,seek,dup"
 EVERY = f"{CHANGING},{READING},flock,close"
 _MODES = {"fail": 0, "short": 1, "sleep": 2}
 

@@ -15,15 +15,17 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
-enum kind { OPEN, CREATE, WRITE, FSYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LINK, CLOSE, READ, OPENDIR, STAT, FLOCK, READDIR, FSTAT, KINDS };
+enum kind { OPEN, CREATE, WRITE, FSYNC, RENAME, UNLINK, MKDIR, RMDIR, TRUNCATE, LINK, CLOSE, READ, OPENDIR, STAT, FLOCK, READDIR, FSTAT, ADVISE, MAP, READLINK, SEEK, DUP, KINDS };
 static const char *const NAMES[KINDS] = {"open",     "create", "write", "fsync", "rename",  "unlink", "mkdir", "rmdir",
-                                         "truncate", "link",   "close", "read",  "opendir", "stat",   "flock", "readdir", "fstat"};
+                                         "truncate", "link",   "close", "read",  "opendir", "stat",   "flock", "readdir", "fstat",
+                                         "advise",   "map",    "readlink", "seek", "dup"};
 enum mode { FAIL, SHORT, SLEEP };
 enum verdict { GO_ON, FAILED, HALF };
 
@@ -147,6 +149,23 @@ ssize_t preadv(int fd, const struct iovec *data, int many, off_t at) {
     return fails(READ, fd) ? -1 : syscall(SYS_preadv, fd, data, many, (long)at, 0L);
 }
 ssize_t preadv64(int fd, const struct iovec *data, int many, off64_t at) { return preadv(fd, data, many, at); }
+ssize_t preadv64v2(int fd, const struct iovec *data, int many, off64_t at, int flags) { /* what Python's os.preadv calls */
+    return fails(READ, fd) ? -1 : syscall(SYS_preadv2, fd, data, many, (long)at, 0L, flags);
+}
+off64_t lseek64(int fd, off64_t at, int how) { return fails(SEEK, fd) ? -1 : syscall(SYS_lseek, fd, at, how); }
+int posix_fadvise64(int fd, off64_t at, off64_t size, int advice) { /* returns its error */
+    return fails(ADVISE, fd) ? errno : syscall(SYS_fadvise64, fd, at, size, advice) ? errno : 0;
+}
+void *mmap64(void *at, size_t size, int rights, int flags, int fd, off64_t from) {
+    return fd >= 0 && fails(MAP, fd) ? MAP_FAILED : (void *)syscall(SYS_mmap, at, size, rights, flags, fd, from);
+}
+int fcntl64(int fd, int what, ...) {
+    va_list rest;
+    va_start(rest, what);
+    long value = va_arg(rest, long);
+    va_end(rest);
+    return (what == F_DUPFD || what == F_DUPFD_CLOEXEC) && fails(DUP, fd) ? -1 : (int)syscall(SYS_fcntl, fd, what, value);
+}
 int flock(int fd, int how) { return fails(FLOCK, fd) ? -1 : (int)syscall(SYS_flock, fd, how); }
 
 int fsync(int fd) { return fails(FSYNC, fd) ? -1 : (int)syscall(SYS_fsync, fd); }
@@ -187,6 +206,28 @@ int linkat(int dir, const char *from, int to_dir, const char *to, int flags) {
     return refused(LINK, to_dir, to) ? -1 : (int)syscall(SYS_linkat, dir, from, to_dir, to, flags);
 }
 int link(const char *from, const char *to) { return linkat(AT_FDCWD, from, AT_FDCWD, to, 0); }
+
+ssize_t readlink(const char *path, char *out, size_t size) { /* of a descriptor's name below /proc as well */
+    char where[PATH_MAX];
+    long length = syscall(SYS_readlinkat, AT_FDCWD, path, where, sizeof where - 1);
+    if (length > 0 && mask >> READLINK & 1) {
+        where[length] = 0;
+        if (root_length && below(where) && met(READLINK, where)) return -1;
+    }
+    return syscall(SYS_readlinkat, AT_FDCWD, path, out, size);
+}
+
+long syscall(long number, ...) { /* openat2, for which libc has no name; all others go through as they are */
+    static long (*real)(long, ...);
+    va_list rest;
+    va_start(rest, number);
+    long it[6];
+    for (int at = 0; at < 6; at++) it[at] = va_arg(rest, long);
+    va_end(rest);
+    if (!real) real = dlsym(RTLD_NEXT, "syscall");
+    if (number == SYS_openat2 && mask >> OPEN & 1 && refused(OPEN, (int)it[0], (const char *)it[1])) return -1;
+    return real(number, it[0], it[1], it[2], it[3], it[4], it[5]);
+}
 
 DIR *opendir(const char *path) {
     static DIR *(*real)(const char *);

@@ -57,7 +57,7 @@ class JournalCounts:
         given: Given back.
         newer: Of these, those of newer weights than the present ones: the crash has lost those.
         stale: Dropped, as their weights were too old.
-        other: Dropped, as another prompt stands in their place now.
+        other: Dropped, as another prompt stands in their place now, or another seed is its sample's.
         lost: Dropped, as they could not be read any more.
     """
 
@@ -142,7 +142,11 @@ class RolloutJournal:
         try:
             data = payload_at(found.path, found.number, found.offset, found.nbytes)
             if data is not None:
-                return Rollout.from_bytes(data, f"{found.path}: record {found.number}")
+                rollout = Rollout.from_bytes(data, f"{found.path}: record {found.number}")
+                if rollout.seed in (0, prompt.sample_seeds[rollout.sample]):
+                    return rollout
+                self.counts.other += 1  # of a run that had another seed, and began in this root
+                return None
         except CheckpointError as error:
             _log.warning("%s; it is sampled again", headline(str(error)))
         self.counts.lost += 1

@@ -46,7 +46,8 @@ class Rollout:
             and whatever number tells prompts of an epoch apart.
         sample: Which of the group's samples.
         version: Version of the weights that it was made with.
-        seed: It was sampled with.
+        seed: The sample's own that it was made with, of :attr:`~.prompts.Prompt.sample_seeds`: where another one is asked for, it is
+            another run's. 0 where nobody knows.
         reward: Its reward, where it is known already.
         tensors: ``tokens``, ``logprobs``, …: arrays or tensors of any shape.
         extra: What else belongs to it: plain values that JSON can hold.

@@ -58,14 +58,14 @@ class Messages:
     Args:
         notes: Where; all ranks see them.
         timeout: Seconds to wait for a message.
-        gone: Whether the whole transaction has ended, so that waiting is in vain.
+        gone: Says why waiting is in vain, where the whole transaction has ended.
         alive: Hears, while a message is waited for, that the file system has answered once more.
         late: Who was waited for in vain, and may be dead: not waited for as long once more.
     """
 
     notes: Notes
     timeout: float
-    gone: Callable[[], bool] = field(default=lambda: False)
+    gone: Callable[[], str] = field(default=lambda: "")
     alive: Callable[[], None] = field(default=lambda: None)
     late: set[str] = field(default_factory=set)
 
@@ -126,8 +126,8 @@ class Messages:
             raise Stopped(
                 f"{name.removeprefix(_FAILED)} could not save: {text.decode(errors='replace') or 'its log says why'}"
             )
-        if self.gone():
-            raise Stopped("the save was given up by the coordinating rank; its log says why")
+        if why := self.gone():
+            raise Stopped(why)
 
 
 def _patience(late: Collection[str], who: str, limit: float) -> float:
@@ -251,15 +251,20 @@ class Transaction:
     @property
     def messages(self) -> Messages:
         """What ranks say to each other until the commit."""
-        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._ended, self.alive, self.late)
+        return Messages(FolderNotes(self.folder / PARTS), self.timeout, self._gone, self.alive, self.late)
 
     @property
     def _words(self) -> FolderNotes:
         return FolderNotes(self.root)
 
-    def _ended(self) -> bool:
-        """The coordinator has cleaned up, or published; the folder was there before, see :meth:`join`."""
-        return self._publication is None and not self.folder.is_dir()
+    def _gone(self) -> str:
+        """A world has given up; or the coordinator has cleaned up, or published: the folder was there before, see :meth:`join`."""
+        with suppress(CheckpointError):
+            if (word := self._words.get(f"{WORD}{self.id}")) is not None:
+                return f"the save was given up by another world: {word.decode(errors='replace')}"
+        if self._publication is not None or self.folder.is_dir():
+            return ""
+        return "the save was given up by the coordinating rank; its log says why"
 
     def again(self, attempt: int) -> Transaction:
         """The transaction of a further attempt at the same save; all ranks find the same id for it.
@@ -311,7 +316,7 @@ class Transaction:
         while not (self.folder / PARTS).is_dir():
             self.alive()
             if (word := self._words.get(f"{WORD}{self.id}")) is not None:
-                raise Stopped(f"the save was given up by the coordinating rank: {word.decode(errors='replace')}")
+                raise Stopped(f"the save was given up by another world: {word.decode(errors='replace')}")
             if time.monotonic() > end:
                 self.late.add(_COORDINATOR)
                 raise Incomplete(f"{self.folder}: the coordinating rank did not start the save within {limit:g} s")

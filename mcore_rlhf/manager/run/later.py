@@ -1,4 +1,8 @@
-"""Saves that failed and are tried again at a later step: what was copied in waves is there no more, so what there is then is saved."""
+"""Saves that failed and are tried again at a later step: what was copied in waves is there no more, so what there is then is saved.
+
+Of several worlds none knows whether the others copy in waves, nor may one save alone: where any of them may, each save that failed comes
+again as the next one that all of them are told to make.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ class Later:
     Args:
         options: The manager's.
         reporter: Hears of a save that is to come again.
-        in_waves: Whether any rank copies the save at hand in waves.
+        in_waves: Whether any rank copies the save at hand in waves; of several worlds, whether any may.
     """
 
     options: ManagerOptions
@@ -61,7 +65,7 @@ class Later:
         Args:
             has_failed: Whether the save at hand has failed here, which nobody has been told yet.
         """
-        if not (self._waits or (self.in_waves and has_failed)):
+        if self.options.worlds is not None or not (self._waits or (self.in_waves and has_failed)):
             self._failed_at = math.inf
             return False
         now = time.monotonic()

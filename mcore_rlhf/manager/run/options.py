@@ -201,13 +201,9 @@ class ManagerOptions:
             )
         if type(self.save_retries) is not int or self.save_retries < 0:
             problems.add(UsageError, f"save_retries: expected a whole number from 0 on, found {self.save_retries!r}")
-        if self.max_host_memory is not None:
-            if type(self.max_host_memory) is not int or self.max_host_memory < 1:
-                text = f"max_host_memory: expected a number of bytes, found {self.max_host_memory!r}"
-                problems.add(UsageError, text)
-            if self.save_retries and self.worlds is not None:
-                text = "save_retries: with max_host_memory, a copy in waves is tried again at a later step, and other worlds (worlds) "
-                problems.add(UsageError, f"{text}cannot know that they are to save there as well; choose one")
+        if self.max_host_memory is not None and (type(self.max_host_memory) is not int or self.max_host_memory < 1):
+            text = f"max_host_memory: expected a number of bytes, found {self.max_host_memory!r}"
+            problems.add(UsageError, text)
         if not callable(getattr(self.save, "wants", None)):
             problems.add(UsageError, f"save: expected a policy, such as EverySteps(10), found {self.save!r}")
         problems.raise_if_any()

@@ -23,7 +23,7 @@ from .background import Background, Left, wait_together
 from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
 from .fence import Fence
-from .job import SaveJob, is_full, word_of
+from .job import SaveJob, is_full
 from .later import Later
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
@@ -98,6 +98,8 @@ class Saver:
         try:
             self._save(step, metrics, blocking, transaction)
         except Exception as error:
+            if self.world.is_one_of_several and transaction is not None:  # the others may wait for this one
+                Transaction(self.root, step, transaction, self.world.rank_name, 0).abort(str(error))
             if not self._later.takes(step, error):
                 if not self._is_endured(error):
                     raise
@@ -125,10 +127,10 @@ class Saver:
             self._see_waves(snapshot, failed)
         except BaseException as error:
             self._staging.give_back()
-            opened.abort(word_of(self.world, error))
+            opened.abort(str(error) if self.world.is_one_of_several else "")
             raise
-        now, report = time.monotonic(), dict[str, object]()
-        report.update(metrics=dict(metrics or {}), stall_seconds=now - started, step_seconds=self.clock.step_seconds)
+        report: dict[str, object] = {"metrics": dict(metrics or {}), "step_seconds": self.clock.step_seconds}
+        report["stall_seconds"] = time.monotonic() - started
         self._job = job = SaveJob(
             opened,
             self.world,
@@ -160,7 +162,7 @@ class Saver:
 
     def _see_waves(self, snapshot: Snapshot, failed: BaseException | None) -> None:
         """Note whether the copy of any rank is there only once; then it is not for this step to be tried again."""
-        wraps = snapshot.stream is not None and snapshot.stream.wraps
+        wraps = self.world.is_one_of_several or (snapshot.stream is not None and snapshot.stream.wraps)
         self._later.begins(self._later.may_be_in_waves and self.world.any_rank([wraps])[0])
         if failed is not None and self._later.in_waves:
             raise failed
@@ -302,13 +304,11 @@ class Saver:
 
     def _finish_previous(self, step: int) -> None:
         """Wait for the save before, or refuse; on all ranks alike."""
-        if self.options.on_busy == "refuse":
-            (busy,) = self.world.any_rank([self._background.busy])
-            if busy:
-                raise StorageError(
-                    f"step {step} is not saved: the one before is still being written\n"
-                    "Save less often (mcore-rlhf interval computes how often), or let it wait (on_busy='wait')."
-                )
+        if self.options.on_busy == "refuse" and self.world.any_rank([self._background.busy])[0]:
+            raise StorageError(
+                f"step {step} is not saved: the one before is still being written\n"
+                "Save less often (mcore-rlhf interval computes how often), or let it wait (on_busy='wait')."
+            )
         try:
             self._wait()
             self._later.ended_well()

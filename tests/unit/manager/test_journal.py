@@ -136,6 +136,17 @@ def test_another_order_of_prompts_gets_none_of_them(tmp_path: Path) -> None:
     assert journal.counts.other == 2 * len(moved)
 
 
+def test_a_run_that_begins_here_with_another_seed_gets_none_of_them(tmp_path: Path) -> None:
+    """Of few prompts many stand in the same place, and what was sampled of them is another run's all the same."""
+    (mine,), (other,) = (PromptSampler(1, seed=seed, group_size=2).next_batch(1) for seed in (3, 4))
+    write(tmp_path, [mine])
+    assert (other.prompt_id, other.position) == (mine.prompt_id, mine.position)
+    journal = RolloutJournal(tmp_path)
+    assert journal.take(other, 1) == ((), (0, 1))
+    assert (journal.counts.other, journal.counts.lost) == (2, 0)
+    assert len(RolloutJournal(tmp_path).take(mine, 1).rollouts) == 2
+
+
 def test_consumed_is_what_the_samplers_own_state_says() -> None:
     one = sampler()
     batch = one.next_batch(6)

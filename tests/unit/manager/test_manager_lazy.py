@@ -25,7 +25,6 @@ from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.staging import HostStaging, StepFile
 from mcore_rlhf.manager.run.stream import Stream
-from mcore_rlhf.manager.run.world import Worlds
 from mcore_rlhf.manager.run.write import RankWriter
 from mcore_rlhf.storage import host_pool
 from tests.helpers.latest import copied_at_the_latest
@@ -345,8 +344,6 @@ def test_waves_take_no_more_memory_than_they_may(tmp_path: Path, lazy: bool) -> 
 
 
 def test_what_cannot_be_together_is_refused() -> None:
-    with pytest.raises(UsageError, match="other worlds"):
-        ManagerOptions(max_host_memory=1 << 30, save_retries=1, worlds=Worlds("actor", {"actor": 1, "critic": 1}))
     with pytest.raises(UsageError, match="max_host_memory: expected a number of bytes, found 0"):
         ManagerOptions(max_host_memory=0)
 

@@ -39,7 +39,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(os, "pwrite", pwrite)
 
 
-def messages(folder: Path, timeout: float = 5.0, gone: Callable[[], bool] = lambda: False) -> Messages:
+def messages(folder: Path, timeout: float = 5.0, gone: Callable[[], str] = lambda: "") -> Messages:
     return Messages(FolderNotes(folder), timeout, gone)
 
 
@@ -104,7 +104,7 @@ def test_the_whole_transaction_ends_while_others_wait(tmp_path: Path) -> None:
     ended = threading.Event()
     late(ended.set)
     with pytest.raises(Stopped, match="given up by the coordinating rank"):
-        messages(tmp_path, 5.0, ended.is_set).get("part-2", "rank 2")
+        messages(tmp_path, 5.0, lambda: "given up by the coordinating rank" * ended.is_set()).get("part-2", "rank 2")
 
 
 # ---- the transaction
@@ -182,7 +182,7 @@ def test_the_coordinator_gives_up_before_another_world_has_joined(tmp_path: Path
     (first,) = opened(tmp_path)
     first.abort("the disk is full")
     late_world = Transaction(tmp_path, 3, "0001", "critic-00000", 20.0, fsync=False)
-    with pytest.raises(Stopped, match="given up by the coordinating rank: the disk is full"):
+    with pytest.raises(Stopped, match="given up by another world: the disk is full"):
         late_world.join()
     opened(tmp_path, id="0002")[0].abort()
     with pytest.raises(Stopped, match="the disk is full"):

@@ -15,6 +15,7 @@ from typing import Literal
 import pytest
 
 from mcore_rlhf.errors import StorageError, UsageError
+from mcore_rlhf.storage import appending
 from mcore_rlhf.storage.appending import AppendLog, Pace
 from mcore_rlhf.storage.framed import FrameReader
 
@@ -113,6 +114,24 @@ def test_after_a_failed_fsync_the_group_is_written_again_elsewhere(tmp_path: Pat
     assert len(heard) == 2
     assert isinstance(heard[0], StorageError)
     assert heard[1] is None
+
+
+def test_who_asks_for_it_again_is_not_told_of_the_last_try(
+    tmp_path: Path, fsync: Fsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full, and is not any more: whoever flushes then hears of a try that is made now, not in five seconds."""
+    for name in ("_FIRST_RETRY_S", "_LONGEST_RETRY_S"):
+        monkeypatch.setattr(appending, name, 60.0)
+    log = AppendLog(tmp_path, "w", b"h", QUICK)
+    fsync.fail = 4
+    log.add(b"x")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.flush(10)
+    assert fsync.fail == 0, "each asked the disk, twice"
+    log.flush(10)
+    assert (log.counts.safe, log.problem) == (1, None)
+    log.close()
 
 
 def test_a_full_disk_is_said_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
