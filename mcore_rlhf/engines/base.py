@@ -191,7 +191,7 @@ class Engine(Protocol):
         ...
 
     def live(self, step: int) -> LiveState:
-        """Describe what is to be saved; no byte of a tensor is copied yet."""
+        """Describe what is to be saved; no byte of a tensor is copied yet. All ranks call it or none, so that it may be collective."""
         ...
 
     def prepare_load(self, request: LoadRequest) -> PreparedLoad:

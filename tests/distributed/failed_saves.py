@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
-from mcore_rlhf.manager.run import job, later, retention
+from mcore_rlhf.engines.base import LiveState
+from mcore_rlhf.errors import UsageError
+from mcore_rlhf.manager.run import job, later, retention, steps
+from mcore_rlhf.manager.run.commit import Transaction
 from mcore_rlhf.manager.run.failed import FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager
 from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from tests.distributed.jobs import engine, failing_writes, is_seed, options, outcome, values_of
+from tests.distributed.sharded_engine import ShardedEngine
 
 
 class Told(NamedTuple):
@@ -115,6 +120,55 @@ def fail_once(root: Path, victim: int, call: str, where: str) -> tuple[Told, boo
 
     told = _saved(root, Replaced(call, where, refuse_once, victim), lambda: None, save_retries=2)
     return told, is_seed(values_of(root, which=2), 2, 2)
+
+
+class Meeting(ShardedEngine):
+    """An engine whose ranks meet in the group of training, as FSDP's do."""
+
+    def live(self, step: int) -> LiveState:
+        met: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(met, f"step {step}")
+        assert met == [f"step {step}"] * len(met), met
+        return super().live(step)
+
+
+class Refusing(ShardedEngine):
+    """An engine that cannot be saved now."""
+
+    def live(self, step: int) -> LiveState:
+        raise UsageError(f"step {step} cannot be saved")
+
+
+def meet_in_training(root: Path, victim: int, retries: int) -> tuple[list[int], list[bool]]:
+    """One rank fails before, and one role fails beside, an engine whose ranks meet; what training gathers next is what it gave."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = (Refusing if rank == victim else ShardedEngine)(rank, size, 1000, 1)
+    roles = {"actor": first, "critic": Meeting(rank, size, 1000, 1)}
+    join, trained, left = Transaction.join, list[bool](), [1]
+
+    def failing(transaction: Transaction, patience: float = 1.0) -> None:
+        if rank == victim and transaction.step == 2 and left:
+            left.clear()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(transaction.folder))
+        join(transaction, patience)
+
+    def train(step: int) -> None:
+        values = [torch.empty(step * 100) for _ in range(size)]
+        dist.all_gather(values, torch.full((step * 100,), float(rank)))
+        trained.append([one.tolist() for one in values] == [[float(at)] * step * 100 for at in range(size)])
+
+    job._FIRST_PAUSE_S = 0.05
+    more = options(on_error="continue", save_retries=retries)
+    with CheckpointManager(root, roles, options=more) as manager, patch.object(Transaction, "join", failing):
+        told = outcome(lambda: manager.save(1))
+        assert told[0] == "UsageError" or (rank != victim and "cannot be saved" in told[1]), told
+        train(1)
+        first.__class__ = ShardedEngine
+        manager.save(2)
+        train(2)
+        manager.save(3, blocking=True)
+        train(3)
+    return [step.step for step in steps.committed(root)], trained
 
 
 def fail_too_often(root: Path, victim: int) -> list[tuple[str, str]]:

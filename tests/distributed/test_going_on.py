@@ -53,6 +53,17 @@ def test_what_failed_once_is_saved(pool: WorkerPool, tmp_path: Path, victim: int
     assert hidden(tmp_path) == []
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_ranks_that_meet_in_the_groups_of_training_all_come_or_none(
+    pool: WorkerPool, tmp_path: Path, retries: int
+) -> None:
+    """Were one not to come, the others would take what training sends next for its answer."""
+    for saved, trained in pool.run(failed_saves.meet_in_training, tmp_path, 1, retries, world_size=2, timeout=60):
+        assert trained == [True] * 3
+        assert saved == ([2, 3] if retries else [3])
+    assert hidden(tmp_path) == []
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_went_in_waves_comes_again(pool: WorkerPool, tmp_path: Path, victim: int) -> None:
     """9 MiB of each rank: more than the least that each is left."""

@@ -119,7 +119,7 @@ class Saver:
         copied_at = time.monotonic()
         try:
             failed = self._opened(opened, step)
-            snapshot = self.world.on_all_ranks(f"saving step {step}", partial(self._described, opened, failed is None))
+            snapshot = self.world.on_all_ranks(f"saving step {step}", partial(described, self.parts, self.world, step))
             accounted(snapshot, self.world)
             if not blocking:  # otherwise nothing runs while it is written
                 self._share_memory(snapshot)
@@ -275,7 +275,7 @@ class Saver:
 
     def reserve(self) -> None:
         """Make the host memory that an asynchronous save needs."""
-        snapshot = described(self.parts, self.world, 0)
+        snapshot = self.world.on_all_ranks("reserving memory", partial(described, self.parts, self.world, 0))
         self._share_memory(snapshot)
         if not self._background.busy:  # what is being saved has made it
             self._staging.reserve(snapshot.files)
@@ -324,14 +324,19 @@ class Saver:
         return Transaction(self.root, number, identity, self.world.rank_name, self.options.timeout, self.options.fsync)
 
     def _opened(self, prepared: Transaction, step: int) -> BaseException | None:
-        """Open it, on the rank that commits; what that failed of, where it is tried again behind training."""
+        """Open it, and see it opened; what that failed of, where it is tried again behind training.
+
+        All ranks know of it before any engine is asked what is to be saved: those may have their ranks meet, in groups that training has.
+        """
         self._wanted = prepared.id
         try:
-            self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, partial(self._open, prepared, step)))
+            for do in (partial(self._open, prepared, step), partial(self._see, prepared)):
+                self.world.on_all_ranks(f"saving step {step}", partial(self._in_time, do))
         except Exception as error:
             (final,) = self.world.any_rank([not isinstance(error, StorageError | Unreadable)])
             if final or not self.options.save_retries:
                 raise
+            prepared.abort()
             return error
         return None
 
@@ -391,11 +396,6 @@ class Saver:
         """Wait until a slow file system shows the folder; from then on, a folder that is not there is one that was removed."""
         if self.world.has_who_commits and not self.world.commits:
             opened.join()
-
-    def _described(self, opened: Transaction, is_open: bool) -> Snapshot:
-        if is_open:
-            self._in_time(partial(self._see, opened))
-        return described(self.parts, self.world, opened.step)
 
     def _copy(self, snapshot: Snapshot) -> None:
         """Copy it now, or begin to: as the options say, and as much memory as there is."""

@@ -159,9 +159,17 @@ def described(parts: Components, world: World, step: int) -> Snapshot:
     Raises:
         CheckpointError: Something cannot be saved.
     """
-    snapshot, problems = Snapshot([], rng=captured(parts.rng)), Problems()
+    lives, failed = dict[str, LiveState](), list[Exception]()
     for role, engine in parts.roles.items():
-        live = engine.live(step)
+        try:
+            lives[role] = engine.live(step)
+        except Exception as error:  # some have their ranks meet: none may be missing because of another role
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    snapshot, problems = Snapshot([], rng=captured(parts.rng)), Problems()
+    for role, live in lives.items():
+        engine = parts.roles[role]
         _add_role(snapshot, role, live, speaks=world.rank == engine.ranks[0])
         if live.state_tensors is not None:
             snapshot.held[role] = live.state_tensors
