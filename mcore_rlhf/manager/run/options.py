@@ -130,7 +130,8 @@ class ManagerOptions:
         on_error: What a save is that fails: an error that the next call raises (``raise``), or an event, after which training goes on
             (``continue``); then :meth:`~.manager.CheckpointManager.close` alone raises it, if no save has succeeded since.
         save_retries: How often a save that failed is tried again behind training, after 1 s, 2 s, 4 s and so on; the same on all ranks.
-            A copy that went in waves (``max_host_memory``) is not there any more: the next ``maybe_save`` after so long saves what is.
+            A copy that went in waves (``max_host_memory``) is not there any more: the next ``maybe_save`` after so long saves what is; of
+            several worlds, the next save that all are told to make.
         save_timeout: Seconds for which a save may make no progress on a rank. After that it is left to itself, and the next one starts
             afresh. None for no limit. It should be longer than the file system takes to sync one file.
         lazy_snapshot: Whether what no forward or backward pass changes (parameters, optimizer states) is copied behind these passes, and

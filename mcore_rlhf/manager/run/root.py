@@ -23,6 +23,7 @@ from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import patiently
 
 from .commit import WORD
+from .retention import clean_up
 
 if TYPE_CHECKING:  # who watches a root takes it without ranks, and without torch
     from .world import World
@@ -192,6 +193,19 @@ def remove_unguarded(root: Path) -> list[str]:
     small = [path for pattern in _OURS for path in root.glob(pattern)]
     done = _removed([*small, *_stillborn_locks(root)])
     return done + _removed(_unguarded_steps(root))  # those of the locks as well
+
+
+def remove_rest(root: Path) -> list[str]:
+    """Remove what this run could not remove when it was given up or deleted, since the disk failed; only for the holder of the lock.
+
+    What hangs holds its lock, and is left alone.
+
+    Returns:
+        What was done, one line each.
+    """
+    with suppress(OSError, CheckpointError):  # the disk fails once more: what is to be deleted goes all the same
+        return [*clean_up(root), *_removed(_unguarded_steps(root))]
+    return []
 
 
 def _removed(paths: Iterable[Path]) -> list[str]:

@@ -30,6 +30,7 @@ from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
 from .progress import Progress
 from .retention import leave_behind, move_aside, refuse_others, remember
+from .root import remove_rest
 from .snapshot import Components, Snapshot, accounted, described, staged
 from .staging import HostStaging, needed
 from .steps import Step
@@ -437,10 +438,8 @@ class Saver:
     def _trim_journal(self, step: int, folder: Path) -> None:
         """Where the run keeps a rollout journal, files of it go of which no step can ask for anything any more."""
         if self._journal is None:
-            if not has_journal(self.root) or isinstance(
-                consumed_by(folder), str
-            ):  # another loader's: whoever trims says what it did
-                return
+            if not has_journal(self.root) or isinstance(consumed_by(folder), str):
+                return  # another loader's: whoever trims says what it did
             self._journal = RolloutJournal(self.root)
         if gone := self._journal.trim():
             self.reporter.say(
@@ -473,8 +472,9 @@ class Saver:
         Args:
             coming: A step that is to be counted as if it were there.
         """
-        keep = self.options.keep
-        if keep is None:
+        for line in remove_rest(self.root):
+            self.reporter.say("clean", None, line)
+        if (keep := self.options.keep) is None:
             return
         waiting = [] if self.mirror is None else [found.step for found in self.mirror.waiting()]
         staying = waiting[-self.mirror.most_waiting :] if self.mirror is not None else []

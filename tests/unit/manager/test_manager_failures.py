@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.errors import StorageError, UsageError
-from mcore_rlhf.manager.run import job, steps
+from mcore_rlhf.manager.run import job, retention, steps
 from mcore_rlhf.manager.run.failed import FAILED, FailedSave
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.options import Event
@@ -131,6 +131,34 @@ def test_a_disk_that_is_full_after_the_commit_is_freed_by_the_rules(
     (said,) = [record for record in caplog.records if "after the commit" in record.getMessage()]
     assert f"{tmp_path}: cannot finish: No space left on device" in said.getMessage()
     assert not said.exc_info
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_what_could_not_be_removed_goes_when_the_disk_is_well_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """Each would take the room of a step until the run is started anew; on a full disk there is not even a lock beside it."""
+    fails, real = threading.Event(), retention.remove_tree
+
+    def refusing(folder: Path) -> None:
+        if fails.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+        real(folder)
+
+    monkeypatch.setattr(retention, "remove_tree", refusing)
+    with manager(tmp_path, keep=Retention((KeepLast(1),))) as run:
+        run.save(1, blocking=True)
+        fails.set()
+        if full:
+            monkeypatch.setattr(retention, "_lock", lambda places: None)
+        run.save(2, blocking=True)
+        (left,) = tmp_path.glob(".global_step_1.partial-*")
+        assert (left / "actor" / "state.pt").exists()
+        run.save(3, blocking=True)
+        fails.clear()
+        run.save(4, blocking=True)
+        assert not list(tmp_path.glob(".global_step_*"))
+    assert [step.step for step in steps.committed(tmp_path)] == [4]
 
 
 def test_one_that_was_made_good_is_not(tmp_path: Path, disk: threading.Event) -> None:
