@@ -163,7 +163,8 @@ class LocalFile(ByteSource):
         piece, at = memoryview(bytearray(nbytes)), 0
         try:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                with suppress(OSError):  # it is advice
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
             while count := patiently(partial(os.preadv, self._fd, [piece], at)):
                 yield piece[:count]
                 at += count
