@@ -305,6 +305,19 @@ def _as_run(p: Passage) -> Source:
     return as_run(p.source, _like(p), _description(p))
 
 
+def _has_torchs_muon(p: Passage) -> bool:
+    """Whether a framework goes on that has a Muon of its own; one of torch's takes whole matrices, and ZeRO has flat pieces."""
+    has_own = p.to.family == MegatronState.names or p.to.deals_groups
+    groups = p.source.state.groups if p.module is not None and has_own else ()
+    return any("ns_steps" in group.fields for group in groups) and not any(USE_MUON in group.fields for group in groups)
+
+
+def _marked(p: Passage) -> Source:
+    from .crossing.torch_muon import for_deepspeed, marked
+
+    return (marked if p.to.family == MegatronState.names else for_deepspeed)(p.source)
+
+
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
     if (
@@ -441,6 +454,7 @@ NAMES = (
     Pass("a hybrid model as a GPTModel", _is_hybrid, _gpt),
     Pass("experts one by one", lambda p: p.module is not None and p.to_module and not p.to.packs_experts, _one_by_one),
     Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
+    Pass("torch's Muon", _has_torchs_muon, _marked),
     Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
     Pass("a schedule that is asked for", _lacks_schedule, _with_schedule),

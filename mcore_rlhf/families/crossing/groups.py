@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import EXP_AVG_SQ, FLOAT32, Shape
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
+from mcore_rlhf.families.fsdp.groups import torch_class
 from mcore_rlhf.families.megatron.groups import CLASSES, Membership, is_matrix, of_matrices, without_classes
 from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -53,7 +54,28 @@ OF_HUGGINGFACE: tuple[Rule[DealtGroups], ...] = (
          lambda d: [{"number": n, "count": len(g.params), "first": g.params[0]} for n, g in enumerate(d.groups)], [Item(Kind.GROUP)]),
 )  # fmt: skip
 """Who is where; see :func:`with_members`."""
+
+
+def _of_class(*kinds: str) -> Callable[[DealtGroups], list[Values]]:
+    """Param groups of classes of torch's."""
+    return lambda d: [{"kind": kind} for kind in kinds if any(torch_class(group.fields) == kind for group in d.before)]
+
+
+def _coupled(dealt: DealtGroups) -> list[object]:
+    """Weight decays that Adam adds to the gradients."""
+    groups = [group.fields for group in dealt.before if torch_class(group.fields) == "Adam"]
+    coupled = [of for of in groups if of.get("decoupled_weight_decay") is False]
+    return [decay for decay in dict.fromkeys(of.get(_WEIGHT_DECAY) for of in coupled) if decay]
+
+
 OF_MEGATRON: tuple[Rule[DealtGroups], ...] = (
+    # Source: megatron-core 0.19.2, ``optimizer/__init__.py`` (``_get_megatron_optimizer_based_on_param_groups``)
+    Rule(Fate.LOST, "{kind}: none of Megatron's optimizers steps so. It goes on as Adam, from the same moments",
+         _of_class("RAdam", "NAdam")),
+    Rule(Fate.LOST, "maximize: Megatron's run goes up, too, where it has torch's own optimizer; Transformer Engine's and Apex's, which it "
+         "takes where they are installed, go down", lambda dealt: any(group.fields.get("maximize") for group in dealt.before)),
+    Rule(Fate.LOST, "weight decay {found}, which Adam adds to the gradients: Megatron's Adam takes it from the weights (AdamW) unless its "
+         "OptimizerConfig has decoupled_weight_decay=False, for which Megatron-LM has no argument", _coupled),
     Rule(Fate.CHANGED, "weight decay of vectors such as {name}: {had} → 0, as Megatron has it; --rules (wd_mult: 1) keeps it",
          lambda dealt: [one for one in dealt.told if one["changed"]]),
     Rule(Fate.DERIVED, "param group {experts}with weight-decay multiplier {wd_mult:g}: of group {numbers} of the source",

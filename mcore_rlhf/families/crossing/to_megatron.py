@@ -44,6 +44,7 @@ from .groups import OF_MEGATRON, DealtGroups, as_megatron
 from .packing import repacked
 from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
 from .shifting import SHIFTED, shifted
+from .torch_muon import SIMPLE, is_of_torch, scale
 
 _FULL_QUERY = "self_attention.linear_q_proj.weight"
 """The end of a name that only models of latent attention without ``q_lora_rank`` have."""
@@ -151,18 +152,18 @@ def _momentum(groups: Sequence[ParamGroup]) -> object:
 
 def _optimizer_arguments(source: Source) -> dict[str, object]:
     """What a Megatron run has to be told that goes on with another optimizer than Adam or Lion: DeepSpeed's Muon, whose momentum is the
-    same moving average in both, or torch's SGD, which a distributed optimizer does not take.
+    same moving average in both, and in torch's; or torch's SGD, which a distributed optimizer does not take.
 
     Sources: deepspeed 0.19.8, ``runtime/zero/muon/original_muon.py`` (``muon_update``, ``_aspect_ratio_scale``); emerging_optimizers
     0.3.0, ``orthogonalized_optimizers/orthogonalized_optimizer.py`` (``step``), ``muon.py`` (``get_muon_scale_factor``);
-    torch 2.13.0, ``optim/sgd.py``; megatron-core 0.19.2, ``optimizer/optimizer_config.py``, ``optimizer/__init__.py``
+    torch 2.13.0, ``optim/sgd.py``, ``optim/_muon.py``; megatron-core 0.19.2, ``optimizer/optimizer_config.py``, ``optimizer/__init__.py``
     (``_get_megatron_optimizer_based_on_param_groups``), ``optimizer/distrib_optimizer.py`` (``DistributedOptimizer.__init__``).
     """
     if muon := _of_muon(source):
         return {
             "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
-            "muon_momentum": _momentum(muon), "muon_nesterov": True, "muon_scale_mode": "shape_scaling",
-            "muon_coefficient_type": "simple",
+            "muon_momentum": _momentum(muon), "muon_nesterov": muon[0].fields.get("nesterov", True), **scale(muon[0].fields),
+            "muon_coefficient_type": "simple", "muon_num_ns_steps": muon[0].fields.get("ns_steps", 5),
         }  # fmt: skip
     groups = source.state.groups
     momentum = [group.fields.get("momentum") for group in groups if "dampening" in group.fields]
@@ -353,9 +354,23 @@ class _InMegatron:
         return sorted({key for group in self.source.state.groups for key in group.scalars} - {STEP})
 
     def muon(self) -> Values | None:
-        """What DeepSpeed's Muon trains."""
+        """What DeepSpeed's or torch's Muon trains, and how Megatron is told of it."""
         groups = _of_muon(self.source)
-        return {"count": sum(len(g.params) for g in groups), "momentum": _momentum(groups)} if groups else None
+        if not groups:
+            return None
+        spelled = {key: value for key, value in _optimizer_arguments(self.source).items() if key.startswith("muon")}
+        given = " ".join(
+            f"--{key.replace('_', '-')}{'' if value is True else f' {value}'}"
+            for key, value in spelled.items()
+            if value is not False
+        )
+        whose = "torch" if is_of_torch(groups[0]) else "DeepSpeed"
+        return {"count": sum(len(g.params) for g in groups), "given": given, "whose": whose}
+
+    def coefficients(self) -> list[object]:
+        """Coefficients of Newton and Schulz's steps that Megatron's choices have not."""
+        found = [group.fields.get("ns_coefficients") for group in _of_muon(self.source)]
+        return [list(one) for one in found if isinstance(one, list | tuple) and tuple(one) != SIMPLE]
 
     def rates(self) -> list[object]:
         """Learning rates, where Muon's groups and others have not all the same."""
@@ -379,10 +394,11 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", lambda s: s.copies),
     Rule(Fate.DERIVED, "a copy of another one", lambda s: _tensors("copies", s.copies), told=False),
     SHIFTED.of_part(lambda s: s.shifts or None),
-    Rule(Fate.CHANGED, "DeepSpeed's Muon of {count} matrices becomes Megatron's (0.18 and later): " + MOMENTUM + " is the same in both, "
-         "and how updates are made of it is the run's affair. --optimizer muon --muon-momentum {momentum} --muon-nesterov "
-         "--muon-scale-mode shape_scaling --muon-coefficient-type simple comes nearest: Megatron orthogonalizes gate and up as one matrix",
-         _InMegatron.muon),
+    Rule(Fate.CHANGED, "{whose}'s Muon of {count} matrices becomes Megatron's (0.18 and later): " + MOMENTUM + " is the same in both, "
+         "and how updates are made of it is the run's affair. --optimizer muon {given} comes nearest: Megatron "
+         "orthogonalizes gate and up as one matrix", _InMegatron.muon),
+    Rule(Fate.LOST, "ns_coefficients {found} of Muon: Megatron has its own sets of them alone (--muon-coefficient-type)",
+         _InMegatron.coefficients),
     Rule(Fate.CHANGED, "learning rates {found} of Muon's and Adam's groups: Megatron's scheduler gives both that of --lr",
          _InMegatron.rates),
     Rule(Fate.CHANGED, "names and shapes: those of {0.relation.architecture.class_name} become Megatron's ({old} → {new} tensors), spelled "

@@ -286,8 +286,26 @@ Source: torch 2.13.0, ``optim/adamw.py``, ``optim/adam.py``.
 """
 
 
+_SHOWN_BY = {
+    "amsgrad": "Adam", "dampening": "SGD", "lr_decay": "Adagrad", "centered": "RMSprop", "rho": "Adadelta", "etas": "Rprop",
+    "lambd": "ASGD", "beta2_decay": "Adafactor", "ns_steps": "Muon", "momentum_decay": "NAdam", "decoupled_weight_decay": "RAdam",
+}  # fmt: skip
+"""Fields that param groups of one class alone have; RAdam's is Adam's and NAdam's, too. Source: torch 2.13.0, ``optim/*.py``."""
+
+
+def torch_class(fields: Mapping[str, object]) -> str:
+    """Which of torch's optimizers a param group is of, as its fields show it: AdamW counts as Adam. Empty where they do not.
+
+    Args:
+        fields: Of the group.
+    """
+    return next((kind for field, kind in _SHOWN_BY.items() if field in fields), "")
+
+
 def completed(fields: Mapping[str, object], scalars: Sequence[str]) -> dict[str, object]:
     """The fields of a group as torch's AdamW and a scheduler have them: what is missing has torch's own value.
+
+    A group of another class of torch's has all that this one asks for.
 
     Args:
         fields: Of another framework's group.
@@ -297,7 +315,8 @@ def completed(fields: Mapping[str, object], scalars: Sequence[str]) -> dict[str,
     betas = own.get("betas")
     more = {"betas": tuple(betas)} if isinstance(betas, list) else {}
     lr = own.get("lr", 0.0)
-    return {**ADAMW, "initial_lr": own.get("max_lr") or lr, **own, **more, "lr": lr}
+    asked = ADAMW if torch_class(own) in ("", "Adam") else {}
+    return {**asked, "initial_lr": own.get("max_lr") or lr, **own, **more, "lr": lr}
 
 
 def check_groups(source: Source) -> None:

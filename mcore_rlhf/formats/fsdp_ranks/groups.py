@@ -8,9 +8,10 @@ from math import prod
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, same
-from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
-from mcore_rlhf.families.fsdp.groups import completed
+from mcore_rlhf.families.fsdp.groups import completed, torch_class
+from mcore_rlhf.families.module import USE_MUON
 from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.families.source import ParamGroup, Source
 
@@ -83,8 +84,17 @@ def _with(group: ParamGroup, fields: Mapping[str, object]) -> ParamGroup:
 
 
 def _merged(source: Source, report: Report) -> ParamGroup:
-    """One group of all; of settings that differ, those of the group with the most elements."""
+    """One group of all; of settings that differ, those of the group with the most elements.
+
+    Raises:
+        Lossy: Several optimizers train them, of which verl has one.
+    """
     groups = source.state.groups
+    if len(kinds := {(torch_class(of.fields), of.fields.get(USE_MUON), "betas" in of.fields) for of in groups}) > 1:
+        raise Lossy(
+            f"{source.root}: {len(kinds)} kinds of optimizer train it, one with the settings {', '.join(groups[0].fields)}, another with "
+            f"{', '.join(groups[-1].fields)}; verl's optimizer is one for all\n--no-optimizer converts the weights alone."
+        )
     shapes = source.model.shapes
     first = max(groups, key=lambda group: sum(prod(shapes[name]) for name in group.params if name in shapes))
     seen = [completed(group.fields, ()) for group in groups]

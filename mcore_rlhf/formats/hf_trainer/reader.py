@@ -14,6 +14,7 @@ from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
+from mcore_rlhf.families.fsdp.state import EPOCH
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
@@ -103,14 +104,14 @@ class _RunReader:
         groups = (
             self.weights.state.groups if optimizer is None or order is None else optimizer.groups(order, self.notes)
         )
-        iteration = self._iteration(counters, groups)
+        rng, stored = self.files.read_rng(self.path, self.options.stubs)
+        iteration = self._iteration(counters, groups, scheduler, len(rng))
         sidecar = self._sidecar(iteration)
         source = self._as_computed(weights, sidecar)
         if optimizer is not None and order is not None:
             source = self._joined(weights, optimizer, order, groups, sidecar)
         known = () if sidecar is None else sidecar.state.groups
         state = self._training(iteration, counters, scheduler, known if agree(groups, known) else groups, sidecar)
-        rng, stored = self.files.read_rng(self.path, self.options.stubs)
         self.stored += stored
         family = ModuleState.needed(source)
         own = {"tag": f"global_step{iteration}", "rng": rng}
@@ -210,7 +211,13 @@ class _RunReader:
             family=replace(family, order=tuple(dict.fromkeys(known))),
         )  # fmt: skip
 
-    def _iteration(self, counters: Mapping[str, object], groups: tuple[ParamGroup, ...]) -> int:
+    def _iteration(
+        self, counters: Mapping[str, object], groups: tuple[ParamGroup, ...], scheduler: object, ranks: int
+    ) -> int:
+        """The step that was reached: as the files say, the folder is called, or the optimizer or else the schedule have counted.
+
+        Source: accelerate 1.15.0, ``scheduler.py`` (``AcceleratedScheduler.step``): a schedule counts once for every process.
+        """
         said, called, named = counters.get(STEP), _CALLED.fullmatch(absolute(self.path).name), named_step(self.path)
         if isinstance(said, int):
             if called is not None and int(called[1]) != said:
@@ -220,9 +227,16 @@ class _RunReader:
                 )
             return said
         steps = {int(float(group.fields["step"])) for group in groups if "step" in group.fields}  # type: ignore[arg-type]
-        found = named if named is not None else max(steps, default=0)
-        where = "the folder's name" if named is not None else "the optimizer's step"
-        self.notes.add(Fate.NOTE, f"iteration {found}: from {where}")
+        epoch, times = scheduler.get(EPOCH) if isinstance(scheduler, Mapping) else None, max(ranks, 1)
+        if named is not None:
+            found, where = named, "from the folder's name"
+        elif steps:
+            found, where = max(steps), "from the optimizer's step"
+        elif isinstance(epoch, int) and epoch % times == 0:
+            found, where = epoch // times, f"from the schedule, which is at {EPOCH} {epoch}"
+        else:
+            found, where = 0, "nothing says how many steps were made"
+        self.notes.add(Fate.NOTE, f"iteration {found}: {where}")
         return found
 
     def _sidecar(self, iteration: int) -> Sidecar | None:

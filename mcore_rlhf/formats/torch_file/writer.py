@@ -28,7 +28,7 @@ from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported, UsageError
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
 from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
-from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, check_groups, completed, own_scalars
+from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, check_groups, completed, own_scalars, torch_class
 from mcore_rlhf.families.fsdp.order import ordered
 from mcore_rlhf.families.fsdp.state import EPOCH, MADE, scheduler_state
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of
@@ -44,8 +44,6 @@ from .files import FILE, GROUPS, ITERATION, MODEL, NAME, OPTIMIZER, PARTS, RECOR
 from .reader import read_saved
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
-_SHOWN_BY = {"dampening": "SGD", "lr_decay": "Adagrad", "centered": "RMSprop"}
-"""A field of param groups that one class alone has. Source: torch 2.13.0, ``optim/{sgd,adagrad,rmsprop}.py``."""
 
 
 def torch_target(source: Source, options: WriteOptions) -> Target:
@@ -180,11 +178,12 @@ class _TorchTarget:
             if known is not None and (known.optimizer or "").startswith(f"{NAME} "):
                 return str(known.optimizer).removeprefix(f"{NAME} ")
         fields = [completed(group.fields, group.scalars) for group in self.source.state.groups]
-        given = [group.fields for group in self.source.state.groups]
+        shown = {torch_class(group.fields) for group in self.source.state.groups}
         begun = {*self.source.states} - {MASTER}  # before the first step there are no states
-        if (begun >= _ADAM or (not begun and all("amsgrad" in of for of in given))) and not self._of_muon():
+        adam = shown <= {"", "Adam"} if begun >= _ADAM else not begun and shown == {"Adam"}
+        if adam and not self._of_muon():
             return "AdamW" if all(of.get("decoupled_weight_decay") for of in fields) else "Adam"
-        return next((kind for field, kind in _SHOWN_BY.items() if given and all(field in of for of in given)), "")
+        return "".join(shown - {"Adam"}) if len(shown) == 1 else ""
 
     def _of_muon(self) -> bool:
         return any(USE_MUON in group.fields for group in self.source.state.groups)

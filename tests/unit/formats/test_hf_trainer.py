@@ -185,6 +185,48 @@ def test_states_with_which_megatron_cannot_go_on_are_lost_by_name(
     assert {*open_checkpoint(tmp_path / "out", ReadOptions()).states} - {"master"} == {*states}
 
 
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"amsgrad": None, "fused": None}, "RAdam: none of Megatron's optimizers steps so"),
+        ({"amsgrad": None, "fused": None, "momentum_decay": 4e-3}, "NAdam: none of Megatron's optimizers steps so"),
+        ({"maximize": True}, "maximize: Megatron's run goes up"),
+        ({"decoupled_weight_decay": False, "weight_decay": 0.1}, "weight decay 0.1, which Adam adds to the gradients"),
+        ({"decoupled_weight_decay": False, "weight_decay": 0}, ""),
+    ],
+)  # fmt: skip
+def test_settings_by_which_megatron_steps_otherwise_are_lost_by_name(
+    change: dict[str, Any], lost: str, folder: Path, tmp_path: Path
+) -> None:
+    """The moments are Adam's all the same; each class's groups have the fields that torch 2.13 gives them."""
+
+    def other(tree: Any) -> None:
+        for group in tree["param_groups"]:
+            group.update(change)
+            for key, value in change.items():
+                if value is None:
+                    del group[key]
+
+    edit(folder / "optimizer.pt", other)
+    found = [text for text in convert(folder, tmp_path / "out", options()).account.lost if "lr_scheduler" not in text]
+    assert [text for text in found if "random states" not in text] == [
+        text for text in found if lost and text.startswith(lost)
+    ]
+    assert any(text.startswith(lost) for text in found) or not lost
+
+
+def test_a_step_without_a_count_of_its_own_has_that_of_its_schedule(folder: Path, tmp_path: Path) -> None:
+    """SGD counts nothing; accelerate has no counters, and steps a schedule once for every process."""
+    convert(folder, tmp_path / "step", options("hf-accelerate"))
+    edit(tmp_path / "step" / "optimizer.bin", lambda tree: [of.pop("step") for of in tree["state"].values()])
+    shutil.rmtree(tmp_path / "step" / "mcore_rlhf")
+    (tmp_path / "step" / "mcore_rlhf.json").unlink()
+    assert (
+        open_checkpoint(tmp_path / "step", ReadOptions()).state.iteration
+        == open_checkpoint(folder, ReadOptions()).state.iteration
+    )
+
+
 class OptimState8bit(torch.Tensor):
     """torchao's, as far as a file shows it (0.18.0, ``optim/subclass_8bit.py``)."""
 

@@ -173,7 +173,13 @@ def test_other_classes_of_torchs_stay_what_they_are(tmp_path: Path, kind: type[t
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.RAdam, torch.optim.NAdam,
+        torch.optim.Adadelta, torch.optim.ASGD,
+    ],
+)  # fmt: skip
 def test_a_class_is_known_by_the_settings_of_its_groups(
     tmp_path: Path, kind: type[torch.optim.Optimizer], steps: int
 ) -> None:
