@@ -71,16 +71,21 @@ def lacks_of(pattern: str, group: str, *lists: str) -> Callable[[Seen], object]:
     return when
 
 
-def stateless(pattern: str, inside: str = "") -> Callable[[Seen], object]:
+def stateless(pattern: str, inside: str = "", *, of_ranks: bool = False) -> Callable[[Seen], object]:
     """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``.
 
     Args:
         pattern: Of its file.
         inside: The key at which it lies there, with a ``/`` behind it.
+        of_ranks: Whether each rank has such a file, of all parameters: what a reader understands of several, where FSDP1 has no piece of
+            some on a rank and no rank has states of frozen ones, is as it was saved. Of one rank no other says it.
     """
 
     def when(seen: Seen) -> object:
-        for name in seen.matching(pattern):
+        names = seen.matching(pattern)
+        if of_ranks and len(names) > 1 and seen.held.optimizer and not seen.held.problem:
+            return None
+        for name in names:
             params, states = _numbered(seen.keys(name), inside)
             if gone := params - states.keys():
                 return {"file": name, "count": f"{len(gone)} of {len(params)}"}

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rlhf.manager.will_resume import loader_named
 from mcore_rlhf.trainers.resuming import Held, Seen, Settings, Thing
@@ -233,3 +234,33 @@ def test_megatron_bridge(cli: Cli, tmp_path: Path) -> None:
     (root / "latest_train_state.pt").write_bytes(b"")
     found_now = cli("will-resume", root, "--trainer", "megatron-bridge", "--json")
     assert (found_now.code, found_now.json["stops"], found_now.json["step"]) == (1, True, None)
+
+
+def _rank_files(folder: Path, golden: str) -> Path:
+    """A step of verl's with rank files of a golden."""
+    shutil.copytree(GOLDENS / "verl" / golden, folder / "global_step_6" / "actor")
+    return folder / "global_step_6"
+
+
+@pytest.mark.parametrize(
+    ("golden", "ranks", "outcome"),
+    [
+        ("fsdp1_orig_ws2", [], "restored"),  # a rank has no piece of some parameters
+        ("fsdp2_ws3", [0, 1, 2], "restored"),  # as frozen ones are saved
+        ("fsdp2_ws3", [1], "started anew"),
+    ],
+)
+def test_parameters_without_a_state_in_all_rank_files_are_frozen_ones(
+    cli: Cli, tmp_path: Path, golden: str, ranks: list[int], outcome: str
+) -> None:
+    step = _rank_files(tmp_path, golden)
+    for rank in ranks:
+        path = step / "actor" / f"optim_world_size_3_rank_{rank}.pt"
+        tree = torch.load(path, weights_only=False)
+        for number in (1, 2):
+            del tree["state"][number]
+        torch.save(tree, path)
+    found = cli("will-resume", step, "--trainer", "verl", "--json").json["roles"]["actor"]
+    (optimizer,) = (one for one in found if one["thing"] == "optimizer")
+    assert optimizer["outcome"] == outcome
+    assert ("optim_world_size_3_rank_1.pt" in optimizer["why"]) == (outcome != "restored")
