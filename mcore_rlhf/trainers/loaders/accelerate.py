@@ -54,7 +54,7 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "255", ungrouped("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "255",
         uneven("optimizer*.bin"), True),
-    Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or their moments begin at zero; nothing is said", "255",
+    Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said", "255",
         stateless("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order", "255", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),

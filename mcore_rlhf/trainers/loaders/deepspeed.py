@@ -180,7 +180,7 @@ ROWS = rows_of(
                 "engine.py:4696 (_load_checkpoint)", ungrouped(pattern, inside), True),
             Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails",
                 "engine.py:4696 (_load_checkpoint)", uneven(pattern, inside), True),
-            Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or their moments begin at zero; nothing is said",
+            Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said",
                 "engine.py:4696 (_load_checkpoint)", stateless(pattern, inside), True),
         )
     ),

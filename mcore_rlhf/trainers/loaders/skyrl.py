@@ -107,7 +107,7 @@ ROWS = rows_of(
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "524", ungrouped(_OPTIM)),
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails", "524",
         uneven(_OPTIM)),
-    _inside((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or their moments begin at zero; nothing is said", "524",
+    _inside((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said", "524",
         stateless(_OPTIM, of_ranks=True)),
     _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "529", without(_EXTRA, "lr_scheduler")),
     _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "529", without(_EXTRA, "lr_lambdas", inside="lr_scheduler/")),

@@ -119,7 +119,7 @@ ROWS = _OF_OTHERS + rows_of(
         "3886 (_load_optimizer_and_scheduler)", ungrouped("optimizer.pt"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails",
         "3886 (_load_optimizer_and_scheduler)", uneven("optimizer.pt"), True),
-    Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or their moments begin at zero; nothing is said",
+    Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said",
         "3886 (_load_optimizer_and_scheduler)", stateless("optimizer.pt"), True),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order",
         "3886 (_load_optimizer_and_scheduler)",

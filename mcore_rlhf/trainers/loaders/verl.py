@@ -85,7 +85,7 @@ _KEYS = (
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "233", ungrouped(_OPTIM_FILE)),
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails", "233",
         uneven(_OPTIM_FILE)),
-    _inside((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or their moments begin at zero; nothing is said",
+    _inside((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said",
         "233", stateless(_OPTIM_FILE, of_ranks=True)),
     _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "250", without(_EXTRA_FILE, "lr_scheduler")),
     _inside((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "252",
