@@ -18,7 +18,7 @@ from mcore_rlhf.families.fsdp.groups import STEP, completed
 from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
-from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, ParamGroup, Source, scheduled_groups
+from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, Source, scheduled_groups
 from mcore_rlhf.models.huggingface.config import packed_in
 
 from .packing import from_modules, repacked
@@ -212,14 +212,37 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
                 for key, value in own.items()
             }
         return own
-    if PARTS in run:
-        text = "lr_scheduler: as the run has it, at its step: it is made of several, and the source's is not"
-        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
-        return run
-    last = rates if len(rates) == count else rates[:1] * count
+    last = rates if len(rates) == count or PARTS in run else rates[:1] * count
     text = f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups"
     notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
-    return {**run, EPOCH: at, "_step_count": at + 1, "_last_lr": last}
+    return schedule_at(run, at, last)
+
+
+def schedule_at(state: Mapping[str, object], at: int, rates: list[object]) -> dict[str, object]:
+    """A scheduler's state at another step; of one that is made of several, each is where it would be by then.
+
+    Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``SequentialLR.__init__``, ``step``: a part that has not begun is at -1;
+    ``ChainedScheduler.step``: all go together).
+
+    Args:
+        state: Of one of torch's.
+        at: The step.
+        rates: Learning rates of the param groups then.
+    """
+    made: dict[str, object] = {**state, LAST_LRS: rates}
+    made |= {key: value for key, value in ((EPOCH, at), ("_step_count", at + 1)) if key in state or PARTS not in state}
+    parts, ends = state.get(PARTS), state.get("_milestones")
+    if not isinstance(parts, list):
+        return made
+    stops = [end for end in ends if isinstance(end, int)] if isinstance(ends, list) else []
+    several = len(stops) == len(parts) - 1
+    begins = [0, *stops] if several else [0] * len(parts)
+    latest = [*(end - 1 for end in stops), at] if several else [at] * len(parts)
+    made[PARTS] = [
+        schedule_at(part, min(at, last) - begin, rates) if at >= begin else {**part, EPOCH: -1}
+        for part, begin, last in zip(parts, begins, latest, strict=True)
+    ]
+    return made
 
 
 def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
