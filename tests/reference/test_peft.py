@@ -39,6 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "modules_to_save": {"modules_to_save": ["lm_head"]},
     "patterns": {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {r"layers\.0\..*q_proj": 9}},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "norms by their end": {"modules_to_save": ["norm"]},  # of post_attention_layernorm, too
     "biases": {"bias": "all"},
     "dora": {"use_dora": True},
 }
@@ -116,14 +118,15 @@ def test_what_was_inferred_is_enough_for_peft(tmp_path: Path) -> None:
     assert torch.equal(logits(from_folder(tmp_path / "b")), logits(model))
 
 
-MERGED = ("plain", "all linear, rslora", "modules_to_save", "patterns", "embeddings")
+MERGED = ("plain", "all linear, rslora", "modules_to_save", "patterns", "embeddings", "head", "norms by their end")
 
 
 @pytest.mark.parametrize("variant", MERGED)
 def test_a_merge_is_pefts(tmp_path: Path, variant: str) -> None:
     """fp32: every weight within one rounding of peft's; logits as close as fp32 gets."""
     folder = saved(adapted(**VARIANTS[variant]), tmp_path / "a")
-    convert_to(folder, tmp_path / "m", "hf", merge_adapter=True, base_model=str(BASE))
+    lost = convert_to(folder, tmp_path / "m", "hf", merge_adapter=True, base_model=str(BASE)).account.lost
+    assert ["the adapter by itself" in text for text in lost] == [True]
     with theirs():
         own = from_folder(folder).merge_and_unload()
         ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")

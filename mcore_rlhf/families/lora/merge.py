@@ -181,6 +181,9 @@ class Merge:
         name: str | None = f"{module}.weight"
         if name not in entries:
             name = _adapted_parameter(module, left, right, {key: entry.global_shape for key, entry in entries.items()})
+        if name is None and (owner := self._shared(entries).get(f"{module}.weight")) is not None:
+            self._problems.add(Unsupported, *_tied(f"{module}.weight", owner))
+            return
         if name is None:
             self._problems.add(
                 LayoutMismatch,
@@ -238,9 +241,7 @@ class Merge:
         """
         for alias, owner in shared.items():
             if COMPUTED + owner in self._sums:
-                text = f"{owner}: the adapter changes it, and the base ties it to {alias}, which the run left as it was"
-                advice = "Merge it onto a base that has both, with tie_word_embeddings false in its config.json."
-                self._problems.add(Unsupported, text, advice)
+                self._problems.add(Unsupported, *_tied(owner, alias))
 
     def _report(self, found: Adapter) -> Report:
         notes = self.base.notes.copy()
@@ -279,6 +280,12 @@ class Merge:
                 module.base(), order=tuple(n for n in order if n), buffers=buffers, shared=shared, config=config, optimizer={}, keys={},
             ),
         )  # fmt: skip
+
+
+def _tied(adapted: str, other: str) -> tuple[str, str]:
+    """What is wrong with an adapter of one of two tied weights, and what to do."""
+    text = f"{adapted}: the adapter changes it, and the base ties it to {other}, which the run left as it was"
+    return text, "Merge it onto a base that has both, with tie_word_embeddings false in its config.json."
 
 
 def _stored(source: Source, name: str, states: tuple[str, ...]) -> TensorEntry | None:

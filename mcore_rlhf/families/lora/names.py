@@ -110,12 +110,16 @@ def in_file(file: str, saved_modules: Collection[str]) -> AdapterTensor:
 
 
 def _saved_module(file: str, saved_modules: Collection[str]) -> str | None:
-    """The part of a name that is a module of ``modules_to_save``."""
-    parts = file.split(".")
+    """The part of a name that is a module of ``modules_to_save``: ``norm`` stands for ``post_attention_layernorm``, too.
+
+    Source: peft 0.21.2, ``utils/other.py`` (``_set_trainable``: ``key.endswith(target_key)``).
+    """
+    parts = without_prefix(file).split(".")
+    prefix = file.removesuffix(".".join(parts))
     for count in range(1, len(parts)):
         module = ".".join(parts[:count])
-        if any(module == name or module.endswith(f".{name}") for name in saved_modules):
-            return module
+        if any(name and module.endswith(name) for name in saved_modules):
+            return prefix + module
     return None
 
 

@@ -17,6 +17,7 @@ CARRIED = "mcore_rlhf_adapter"
 """The key of client state under which an adapter's configuration and base travel through formats that have no place for them."""
 
 _EMBEDDING_A = ".lora_embedding_A."
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,13 @@ def _ranks(source: Source, tensors: list[AdapterTensor]) -> Iterator[tuple[str, 
 
 
 def _of_base(source: Source, own: list[AdapterTensor], bias: str) -> Iterator[AdapterTensor]:
-    """What peft saves of the base: trained biases, and embeddings that are adapted."""
+    """What peft saves of the base: trained biases, and embeddings that are adapted, the output's as well.
+
+    Source: peft 0.21.2, ``utils/save_and_load.py`` (``get_peft_model_state_dict``), ``utils/constants.py`` (``EMBEDDING_LAYER_NAMES``).
+    """
     adapted = {tensor.module for tensor in own if tensor.kind == LORA_A}
     embeddings = {tensor.module for tensor in own if _EMBEDDING_A in tensor.memory}
+    embeddings |= {module for module in adapted if module.rpartition(".")[2] == _HEAD}
     for spec in source.model.params:
         if in_memory(spec.name) is not None:
             continue
