@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -210,3 +211,29 @@ def test_packed_experts_are_merged(tmp_path: Path) -> None:
         "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight",
         *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
     }  # fmt: skip
+
+
+def test_a_head_that_peft_ties_to_a_saved_embedding_goes_along(tmp_path: Path) -> None:
+    """peft writes it beside the embedding, and a whole model's base stays out of an adapter's folder all the same."""
+    with theirs():
+        config = transformers.LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
+        )  # fmt: skip
+        plain = transformers.LlamaForCausalLM(config)
+        plain.save_pretrained(tmp_path / "base")
+        how = peft.LoraConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+        )
+        model = peft.get_peft_model(plain, how)
+    whole = {name: value.detach().clone() for name, value in model.named_parameters()}
+    folder = saved(model, tmp_path / "adapter")
+    names = {*load_file(folder / "adapter_model.safetensors")}
+    assert "base_model.model.lm_head.weight" in names
+    job = convert_to(folder, tmp_path / "dcp", "dcp")
+    again = convert_to(tmp_path / "dcp", tmp_path / "back", "peft")
+    assert not [text for text in (*job.account.lost, *again.account.lost) if "accounts for it" in text]
+    assert {*load_file(tmp_path / "back" / "adapter_model.safetensors")} == names
+    (tmp_path / "whole").mkdir()
+    torch.save({"model": whole}, tmp_path / "whole" / "state.pt")
+    convert_to(tmp_path / "whole", tmp_path / "part", "peft", reference_config=str(folder))
+    assert not [name for name in load_file(tmp_path / "part" / "adapter_model.safetensors") if "layernorm" in name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,13 +12,15 @@ from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source
 
 from .config import AdapterConfig, given_config
-from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_file, in_memory, without_prefix
+from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_file, in_memory, without_prefix
 
 CARRIED = "mcore_rlhf_adapter"
 """The key of client state under which an adapter's configuration and base travel through formats that have no place for them."""
 
 _EMBEDDING_A = ".lora_embedding_A."
 _HEAD = "lm_head"
+_SAVED = re.compile(rf"(?:^|\.)(?:embed_tokens|{_HEAD})\.{BASE_LAYER}\.")
+"""What alone of the base peft saves with an adapter, where it is adapted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ def _of_base(source: Source, own: list[AdapterTensor], bias: str) -> Iterator[Ad
     adapted = {tensor.module for tensor in own if tensor.kind == LORA_A}
     embeddings = {tensor.module for tensor in own if _EMBEDDING_A in tensor.memory}
     embeddings |= {module for module in adapted if module.rpartition(".")[2] == _HEAD}
+    alone = _is_alone(source, adapted - embeddings)
     for spec in source.model.params:
         if in_memory(spec.name) is not None:
             continue
@@ -109,8 +113,19 @@ def _of_base(source: Source, own: list[AdapterTensor], bias: str) -> Iterator[Ad
             if last != "bias"
             else bias == "all" or (bias == "lora_only" and layer in adapted)
         )
-        if wanted:
+        if (
+            wanted or alone
+        ):  # a head tied to an embedding that is saved whole, where peft is to ensure it (``ensure_weight_tying``)
             yield AdapterTensor(PREFIX + base, spec.name, "base", layer)
+
+
+def _is_alone(source: Source, adapted: set[str]) -> bool:
+    """Whether there is no base: none of what is adapted, embeddings aside, has its own weight there."""
+    others = [without_prefix(spec.name) for spec in source.model.params if in_memory(spec.name) is None]
+    weights = {f"{module}.weight" for module in adapted}
+    return bool(weights) and not any(
+        in_base(name) in weights or (f".{BASE_LAYER}." in name and _SAVED.search(name) is None) for name in others
+    )
 
 
 def _refuse_several(source: Source, tensors: list[AdapterTensor]) -> None:
