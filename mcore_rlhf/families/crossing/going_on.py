@@ -232,7 +232,7 @@ def schedule_at(state: Mapping[str, object], at: int, rates: list[object]) -> di
     made: dict[str, object] = {**state, LAST_LRS: rates}
     made |= {key: value for key, value in ((EPOCH, at), ("_step_count", at + 1)) if key in state or PARTS not in state}
     parts, ends = state.get(PARTS), state.get("_milestones")
-    if not isinstance(parts, list):
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         return made
     stops = [end for end in ends if isinstance(end, int)] if isinstance(ends, list) else []
     several = len(stops) == len(parts) - 1

@@ -65,7 +65,7 @@ def _coupled(dealt: DealtGroups) -> list[object]:
     """Weight decays that Adam adds to the gradients."""
     groups = [group.fields for group in dealt.before if torch_class(group.fields) == "Adam"]
     coupled = [of for of in groups if of.get("decoupled_weight_decay") is False]
-    return [decay for decay in dict.fromkeys(of.get(_WEIGHT_DECAY) for of in coupled) if decay]
+    return list({repr(decay): decay for of in coupled if (decay := of.get(_WEIGHT_DECAY))}.values())
 
 
 OF_MEGATRON: tuple[Rule[DealtGroups], ...] = (

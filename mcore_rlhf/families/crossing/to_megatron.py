@@ -162,7 +162,7 @@ def _optimizer_arguments(source: Source) -> dict[str, object]:
     if muon := _of_muon(source):
         return {
             "optimizer": "muon", "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False,
-            "muon_momentum": _momentum(muon), "muon_nesterov": muon[0].fields.get("nesterov", True), **scale(muon[0].fields),
+            "muon_momentum": _momentum(muon), "muon_nesterov": bool(muon[0].fields.get("nesterov", True)), **scale(muon[0].fields),
             "muon_coefficient_type": "simple", "muon_num_ns_steps": muon[0].fields.get("ns_steps", 5),
         }  # fmt: skip
     groups = source.state.groups

@@ -90,10 +90,12 @@ def _merged(source: Source, report: Report) -> ParamGroup:
         Lossy: Several optimizers train them, of which verl has one.
     """
     groups = source.state.groups
-    if len(kinds := {(torch_class(of.fields), of.fields.get(USE_MUON), "betas" in of.fields) for of in groups}) > 1:
+    kinds = {(torch_class(of.fields), of.fields.get(USE_MUON) is True, "betas" in of.fields) for of in groups}
+    if len(kinds) > 1:
+        one, other = (", ".join(map(str, of.fields)) for of in (groups[0], groups[-1]))
         raise Lossy(
-            f"{source.root}: {len(kinds)} kinds of optimizer train it, one with the settings {', '.join(groups[0].fields)}, another with "
-            f"{', '.join(groups[-1].fields)}; verl's optimizer is one for all\n--no-optimizer converts the weights alone."
+            f"{source.root}: {len(kinds)} kinds of optimizer train it, one with the settings {one}, another with {other}; verl's optimizer "
+            "is one for all\n--no-optimizer converts the weights alone."
         )
     shapes = source.model.shapes
     first = max(groups, key=lambda group: sum(prod(shapes[name]) for name in group.params if name in shapes))

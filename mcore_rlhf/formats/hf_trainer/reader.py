@@ -232,7 +232,7 @@ class _RunReader:
             found, where = named, "from the folder's name"
         elif steps:
             found, where = max(steps), "from the optimizer's step"
-        elif isinstance(epoch, int) and epoch % times == 0:
+        elif isinstance(epoch, int) and 0 <= epoch <= _MOST_STEPS and epoch % times == 0:
             found, where = epoch // times, f"from the schedule, which is at {EPOCH} {epoch}"
         else:
             found, where = 0, "nothing says how many steps were made"

@@ -35,7 +35,7 @@ def saved(folder: Path, **settings: Any) -> Path:
     model, optimizer = get_state_dict(module, optimizers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one process, which torch says
-        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=folder, no_dist=True)
     config.save_pretrained(folder)
     return folder
 
