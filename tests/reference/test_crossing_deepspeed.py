@@ -243,13 +243,13 @@ def test_a_run_that_trains_a_part_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.skipif(MEGATRON < (0, 18), reason="Muon of this kind came with 0.18")
-def test_megatron_goes_on_as_deepspeeds_muon_does(deepspeed: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
+def test_megatron_goes_on_as_deepspeeds_muon_does(deepspeed_pool: WorkerPool, pool: WorkerPool, tmp_path: Path) -> None:
     """Its momenta are Megatron's, put together; of them Megatron orthogonalizes gate and up as one, so that updates differ a little."""
     model, training = FP32, Training(optimizer="plain")
     config = {**CONFIG, "vocab_size": model.vocab_size}
     tuning = Tuning("llama", config, "fp32", 2, 2, lr=training.lr, muon=True)
     data, ds = batches(model, training, 0, 4), str(tmp_path / "ds")
-    ranks: list[Seen] = deepspeed.run(
+    ranks: list[Seen] = deepspeed_pool.run(
         f"{JOBS}:train_and_save", tuning, ds, data[:2], data[2:], world_size=2, timeout=TIMEOUT
     )
     before = ranks[0].start.states
@@ -271,7 +271,7 @@ def test_megatron_goes_on_as_deepspeeds_muon_does(deepspeed: WorkerPool, pool: W
         assert same(one, theirs[: len(one)]), name
     assert len(first) == 3 + 4 * 6
     back = converted(megatron, tmp_path / "back", "deepspeed", zero_stage=1, dp=1)
-    again = load(deepspeed, replace(tuning, stage=1, dp=1), back, data[2:], scheduler=False)[0]
+    again = load(deepspeed_pool, replace(tuning, stage=1, dp=1), back, data[2:], scheduler=False)[0]
     assert before.keys() == again.start.states.keys()
     assert [key for key in before if not same(before[key], again.start.states[key])] == []
     assert again.losses == pytest.approx(ranks[0].losses, rel=TOLERANCE)
