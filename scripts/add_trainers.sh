@@ -17,6 +17,8 @@ releases=(
 repositories=( # folder, repository, commit, what of it is a package
     "RLinf-a3816b5 RLinf/RLinf a3816b596478dcd8a5c69a6ec1468c9519f77b5b rlinf"
     "NeMo-RL-7ea279a NVIDIA-NeMo/RL 7ea279abfbeb698b092856d0dab61e7cf39bc909 nemo_rl"
+    "Megatron-Bridge-067f987 NVIDIA-NeMo/Megatron-Bridge 067f987df03b8355b03192d88d70f1709fedf51a src"
+    "prime-rl-559b447 PrimeIntellect-ai/prime-rl 559b44772e471d1538537b8805cc77f3824a5e64 src"
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's checkpoint manager, whose ``iter_NNNNNNN`` is there as a whole or not at all. Read, not run: it needs a GPU.
+"""Megatron-Bridge's checkpoint manager, whose ``iter_NNNNNNN`` is there as a whole or not at all.
 
 ::
 

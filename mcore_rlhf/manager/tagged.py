@@ -35,7 +35,7 @@ from mcore_rlhf.storage.patience import age_s
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.transactions import recover_in
 
-from .run.together import Together, Write, damage_of_share
+from .run.together import GOES_AFTER, Together, Write, damage_of_share
 from .run.world import World
 
 LOG = log_of("mcore_rlhf.manager")
@@ -119,6 +119,7 @@ class Tags:
             partial(self._begun, target),
             partial(_arrange, tag, beside, others),
             partial(self._manifest, step),
+            patience=min(GOES_AFTER, self.options.timeout),
         )
         nbytes = folder.publish(write)
         self.world.on_all_ranks(f"naming {target}", partial(self._named, target, latest, others))

@@ -32,7 +32,7 @@ from .run.events import EVENTS_NAME, EventLog
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
 from .run.root import RootLock, open_root
-from .run.together import Together, Write, damage_of_share
+from .run.together import GOES_AFTER, Together, Write, damage_of_share
 from .run.world import World
 from .trainer_root import TrainerRoot
 
@@ -264,12 +264,23 @@ class TrainerSteps:
             partial(self._arrange, *places),
             partial(self._manifest, step, metrics),
             lambda: self.reporter.say("save", step, stall_s=time.monotonic() - started),
+            min(GOES_AFTER, self.options.timeout) if self.options.on_error == "raise" else None,
         )
-        nbytes = folder.publish(write)
+        nbytes = folder.publish(partial(self._written, step, write))
         seconds = time.monotonic() - started
         if self.world.is_rank0:
             self.reporter.say("commit", step, seconds=seconds, bytes=nbytes, gb_per_s=nbytes / max(seconds, 1e-9) / 1e9)
         return target
+
+    def _written(self, step: int, write: Write, staging: Path) -> None:
+        """Have the trainer write; what it raises is said at once, as the other ranks may be long in coming to hear it."""
+        try:
+            write(staging)
+        except Exception as error:
+            LOG.warning(
+                "step=%d: %s: not written: %s: %s", step, self.world.name, type(error).__name__, headline(str(error))
+            )
+            raise
 
     def _begun(self, target: Path) -> LocalPublication:
         assert self._lock is not None

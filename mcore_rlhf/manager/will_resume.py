@@ -138,7 +138,7 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
     roles: dict[str, list[Prospect]] = {}
     notes, doubtful = list[str](), list[str]()
     for number, (role, place) in enumerate(taken.places.items()):
-        seen = _seen(role, place, taken.folder or path, settings, world)
+        seen = _seen(loader.trainer, role, place, taken.folder or path, settings, world)
         found = loader.prospects(seen)
         roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
         if unknown := seen.held.problem or seen.held.unread:
@@ -323,7 +323,9 @@ def _places(step: ReadablePath, trainer: Trainer) -> dict[str, ReadablePath]:
     return found or {"": step}
 
 
-def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings, world: int | None) -> Seen:
+def _seen(
+    trainer: Trainer, role: str, place: ReadablePath, step: ReadablePath, settings: Settings, world: int | None
+) -> Seen:
     files = [name for name in files_below(place) if name not in _OURS]
     above = files if place == step else files_below(step)
     broken = dict(_broken(place, files))
@@ -332,7 +334,10 @@ def _seen(role: str, place: ReadablePath, step: ReadablePath, settings: Settings
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
     keys = cache(lambda name: _keys_in(place if name.partition(INSIDE)[0] in files else step, name))
     number = next((one for _, one in called_so(step.name)), None)
-    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys)
+    shown = trainer.step_of(step.name)
+    named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
+    near = {name: wrong_with(step.parent, name) or "" for name in named if is_there(step.parent / name)}
+    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys, near)
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:

@@ -378,6 +378,53 @@ _DTYPES = {
 }
 
 
+_FAMILIES = {
+    "bitsandbytes": ({"state1"}, ("8bit", "bnb", "paged")),
+    "Adafactor": ({"exp_avg_sq_row"}, ("adafactor",)),
+    "Adam": ({"exp_avg", "exp_avg_sq"}, ("adam", "lamb")),
+    "RMSprop": ({"square_avg"}, ("rmsprop",)),
+    "Adagrad": ({"sum", "step"}, ("adagrad",)),
+    "SGD or Muon": ({"momentum_buffer"}, ("sgd", "muon")),
+    "Lion": ({"exp_avg"}, ("lion",)),
+}
+"""Families of optimizers: what they keep of a parameter, and parts of their classes' names; the first that fits is meant.
+
+Source: torch 2.13.0, ``optim``; transformers 5.23.0, ``optimization.py`` (``Adafactor``); bitsandbytes 0.49, ``optim/optimizer.py``.
+"""
+
+
+def other_optimizer(key: str, *places: str) -> Callable[[Seen], object]:
+    """The configuration makes an optimizer of another family than that whose states are stored: ``{key}``, ``{now}`` and ``{was}``.
+
+    Args:
+        key: Of the configuration, which names the class; with ``{role}`` for the model's role.
+        places: Patterns of the files with the states, in the model's folder or in the step's.
+    """
+
+    def when(seen: Seen) -> object:
+        asked_for = key.format(role=seen.role or "actor")
+        now = seen.settings.get(asked_for)
+        wanted = isinstance(now, str) and next(
+            (family for family, (_, words) in _FAMILIES.items() if any(word in now.lower() for word in words)), None
+        )
+        for name in sorted(
+            one for one in {*seen.files, *seen.above} if any(fnmatchcase(one, place) for place in places)
+        ):
+            there = {part for found in seen.keys(name) for part in re.split(r"[./]", found)} if wanted else set()
+            was = next((family for family, (kept, _) in _FAMILIES.items() if kept <= there), wanted)
+            if was != wanted:
+                return {"key": asked_for, "now": now, "was": was}
+        return None
+
+    return when
+
+
+OTHER_CLASS = (
+    "{key} is {now}, and the states that are stored are those of {was}: loading them, or the first step, fails"
+)
+"""What is said of one. Source: torch 2.13.0, ``optim/optimizer.py`` (``load_state_dict``: states and groups are then the stored ones)."""
+
+
 def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:
     """All of them are meant; the values are the last one's."""
 

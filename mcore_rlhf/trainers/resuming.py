@@ -162,6 +162,8 @@ class Seen:
         step: The number of the step, by its folder's name; None where that does not say.
         keys: Gives the keys of what a file of the model's folder, or of the step's, or an object in it (see :meth:`places`), holds,
             those of nests with ``/``; none where it holds no such thing.
+        beside: Of the files that belong to the step and lie beside it in the root: those that are there, relative to the root, each with
+            what is wrong with it, or nothing.
     """
 
     role: str
@@ -173,6 +175,7 @@ class Seen:
     world: int | None = None
     step: int | None = None
     keys: Callable[[str], frozenset[str]] = lambda name: frozenset()
+    beside: Mapping[str, str] = field(default_factory=dict)
 
     def matching(self, *patterns: str) -> list[str]:
         """The model's files that a pattern fits, in order."""

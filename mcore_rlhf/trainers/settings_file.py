@@ -51,8 +51,9 @@ def _parsed(path: Path, text: str) -> object:
     if path.suffix == ".toml":
         return _toml(path, text)
     lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    if _ARGUMENTS.match(lines.strip()):
-        return _of_words(shlex.split(lines.replace("\\\n", " ")))
+    words = shlex.split(lines.replace("\\\n", " ")) if _ARGUMENTS.match(lines.strip()) else lines.split()
+    if _ARGUMENTS.match(lines.strip()) or (words and all(map(_OVERRIDE.fullmatch, words))):
+        return _of_words(words)
     import yaml
 
     try:

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[Callable[[Path], object], dict[str, Any], Setting, Settin
     "without the scheduler": (lambda root: None, {"load_lr_scheduler_states": False}, SAVED, SAVED),
     "the model alone": (lambda root: None, {"load_module_only": True}, SAVED, SAVED),
     "by an engine of fp32": (lambda root: None, {}, SAVED, Setting("plain", "fp32", 2, 1)),
+    "whole, by stage 1": (lambda root: None, {}, SAVED, Setting("plain", "bf16", 1, 1)),
+    "of stage 3": (lambda root: None, {}, SAVED, Setting("plain", "bf16", 3, 1)),
+    "of stage 3, by stage 2": (lambda root: None, {}, Setting("plain", "bf16", 3, 1), SAVED),
+    "of stage 0": (lambda root: None, {}, Setting("plain", "fp32", 2, 1), Setting("plain", "fp32", 0, 1)),
+    "of stage 0, by stage 2": (lambda root: None, {}, Setting("plain", "fp32", 0, 1), Setting("plain", "fp32", 2, 1)),
     "by fewer ranks": (lambda root: None, {}, Setting("plain", "bf16", 2, 2), SAVED),
 }  # fmt: skip
 

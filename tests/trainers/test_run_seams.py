@@ -1,4 +1,4 @@
-"""verl's and NeMo-RL's own code saves and resumes with our commit: killed, damaged, gone on with; and what cannot be whole is refused."""
+"""verl, NeMo-RL and Megatron-Bridge save and resume by their own code with our commit: killed, damaged, gone on with, refused."""
 
 from __future__ import annotations
 
@@ -18,19 +18,30 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 VERL = {"MCORE_RLHF_VERL": "1", "VERL_USE_EXTERNAL_MODULES": "mcore_rlhf.integrations.verl_trainer"}
 
 
-def run(trainers: Path, release: str, module: str, job: str, folder: Path, **env: str) -> tuple[int, Any, str]:
-    """The exit status, what was seen, and what was said."""
+def run(
+    trainers: Path, release: str, module: str, job: str, folder: Path, ranks: int = 1, **env: str
+) -> tuple[int, Any, str]:
+    """The first rank's exit status, what it saw, and what was said; where it dies, the others are ended."""
     found = trainers / release
     if not found.is_dir():
         pytest.skip(f"{release}: its repository could not be fetched")
-    path = os.pathsep.join(map(str, [PROJECT, found, trainers / "needs"]))
+    path = os.pathsep.join(map(str, [PROJECT, found, found / "src", trainers / "needs"]))
     result = folder.with_name(f"{folder.name}-{job}.json")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, job, str(folder), str(result)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    return done.returncode, json.loads(result.read_text()) if result.is_file() else None, done.stdout + done.stderr
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", module, job, str(folder), str(result)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": str(ranks), **env},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        said = started[0].communicate(timeout=200)[0]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+    return started[0].returncode, json.loads(result.read_text()) if result.is_file() else None, said
 
 
 def states(root: Path) -> dict[int, str]:
@@ -96,3 +107,36 @@ def test_nemo_rl(trainers: Path, tmp_path: Path) -> None:
     status, seen, said = nemo("again")
     assert (status, seen) == (0, ["step_2", "step_5"]), said[-3000:]
     assert "step_4 is not resumed from: damaged" in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+def test_megatron_bridge(trainers: Path, tmp_path: Path) -> None:
+    """Two data-parallel ranks, the distributed optimizer between them."""
+
+    def bridge(job: str, name: str) -> tuple[int, Any, str]:
+        return run(trainers, "Megatron-Bridge-067f987", "tests.trainers.bridge_seam", job, tmp_path / name, ranks=2)
+
+    status, alone, said = bridge("alone", "a")
+    assert status == 0, said[-3000:]
+    assert states(tmp_path / "a") == {4: "committed", 6: "committed"}, "most_recent_k is 2"
+    assert bridge("killed", "b")[0] == -9
+    committed = [number for number, state in states(tmp_path / "b").items() if state == "committed"]
+    assert committed == [2]
+    assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    status, resumed, said = bridge("resumed", "b")
+    assert resumed == alone[2:], said[-3000:]
+    flip(next((tmp_path / "b" / "iter_0000006").glob("__0_0.distcp")))
+    (tmp_path / "b" / "latest_train_state.pt").unlink()
+    status, resumed, said = bridge("again", "b")
+    assert resumed == alone[4:], said[-3000:]
+    assert "iter_0000006 is not resumed from: damaged" in (tmp_path / "b" / "events.jsonl").read_text()
+
+
+def test_megatron_bridge_whose_save_fails(trainers: Path, tmp_path: Path) -> None:
+    """Rank 0 fails in the middle: it says so, the other does not wait for ever, and nothing is published."""
+    status, _, said = run(
+        trainers, "Megatron-Bridge-067f987", "tests.trainers.bridge_seam", "fails", tmp_path / "a", ranks=2
+    )
+    assert status == 1
+    assert "CUDA error: an illegal memory access was encountered" in said
+    assert not states(tmp_path / "a")
+    assert not list((tmp_path / "a").glob("iter_*"))

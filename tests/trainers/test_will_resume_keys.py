@@ -1,4 +1,4 @@
-"""``will-resume`` says what verl, OpenRLHF, RLinf and NeMo-RL do with steps from which one file, or one key of one, was taken.
+"""``will-resume`` says what verl, OpenRLHF, RLinf, NeMo-RL and prime-rl do with steps from which one file, or one key of one, was taken.
 
 One rank saves three steps, so that one that fails keeps no others waiting; of each copy a new run loads and sees two steps. What it
 restored shows in them: the weights in the first loss, the schedule in the rate, the random states in what is drawn, the optimizer in the
@@ -19,10 +19,13 @@ from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from tests.helpers.one_key import copies_without
 from tests.trainers.lab import Lab
 
-PACKAGES = {"verl": "verl-0.9.1", "openrlhf": "openrlhf-0.11.2", "rlinf": "RLinf-a3816b5", "nemo-rl": "NeMo-RL-7ea279a"}
-JOBS = {"nemo-rl": "nemo_job"}
+PACKAGES = {
+    "verl": "verl-0.9.1", "openrlhf": "openrlhf-0.11.2", "rlinf": "RLinf-a3816b5", "nemo-rl": "NeMo-RL-7ea279a",
+    "prime-rl": "prime-rl-559b447/src",
+}  # fmt: skip
+JOBS = {"nemo-rl": "nemo_job", "prime-rl": "prime_job"}
 PLACES = {"verl": "global_step_3/actor"}
-STEPS = {"verl": "global_step_3", "rlinf": "global_step_3", "nemo-rl": "step_3"}
+STEPS = {"verl": "global_step_3", "rlinf": "global_step_3", "nemo-rl": "step_3", "prime-rl": "checkpoints/step_3"}
 _OF_SOME = ("decoupled_weight_decay", "_is_initial", "lr_lambdas")
 """What not every release of torch has, or not every schedule: whether a run asks for it no file says."""
 
@@ -32,7 +35,7 @@ def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(trainers, tmp_path_factory.mktemp("keys"))
 
 
-_NOT_LOOKED_INTO = {"data.pt", "train_dataloader.pt", "config.json", "fsdp_config.json"}
+_NOT_LOOKED_INTO = {"data.pt", "train_dataloader.pt", "config.json", "fsdp_config.json", "progress.pt"}
 
 
 @pytest.mark.slow
@@ -40,7 +43,7 @@ _NOT_LOOKED_INTO = {"data.pt", "train_dataloader.pt", "config.json", "fsdp_confi
 def test_each_key_of_each_file_taken(lab: Lab, name: str, tmp_path: Path) -> None:
     root = lab.folder / f"{name}-run"
     place, needed, job = PLACES.get(name, ""), [PACKAGES[name], "needs"], JOBS.get(name, f"{name}_job")
-    if not (lab.packages / needed[0]).is_dir() and name in ("rlinf", "nemo-rl"):
+    if not (lab.packages / needed[0]).is_dir() and name in ("rlinf", "nemo-rl", "prime-rl"):
         pytest.skip(f"{needed[0]}: its repository could not be fetched")
     wanted = lab.run(job, needed, 1, [("train", 3), ("save", root / place), ("train", 2)], strategy="fsdp2")[3:]
     if name == "nemo-rl":

@@ -7,6 +7,7 @@ not disturb the groups that training makes: this one is none of ``torch.distribu
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -78,12 +79,29 @@ class Meeting:
         Raises:
             RuntimeError: Some have not; :meth:`missing` says which.
         """
-        live, self._met = self._live(), self._met + 1
-        self._store.set(f"came/{self._rank}", f"{self._number} {self._met}")
+        live = self._live()
+        self.comes()
         live.monitored_barrier(timedelta(seconds=seconds), True)
 
+    def comes(self) -> None:
+        """Say that this rank has come as far as it now is, where all ranks come alike."""
+        self._met += 1
+        self._store.set(f"came/{self._rank}", f"{self._number} {self._met}")
+
+    def all_come(self, seconds: float) -> bool:
+        """Whether all others come as far as this rank has said that it has, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self.missing() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not self.missing()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether any rank has said that this group is of no use any more."""
+        return bool(self._store.check([f"broken/{self._number}"]))
+
     def missing(self) -> list[int]:
-        """The ranks that have not come to the last barrier that this one came to; none where nobody can say. Never raises."""
+        """The ranks that have not come as far as this one last said that it has; none where nobody can say. Never raises."""
         came: dict[int, tuple[int, int]] = {}
         with suppress(RuntimeError):  # the rank that keeps the store may be one of them
             for rank in range(self._size):

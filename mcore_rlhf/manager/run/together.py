@@ -21,6 +21,9 @@ from .world import World
 T = TypeVar("T")
 Write = Callable[[Path], None]
 """Has the trainer write its files into a folder; called on every rank."""
+GOES_AFTER = 30.0
+"""Seconds that a rank waits whose trainer failed within a save, before it raises that: the others may wait for it, in a collective of the
+trainer's own, which ends when this process does."""
 
 
 def _nothing() -> None:
@@ -38,6 +41,7 @@ class Together:
         arrange: Puts what was written where it belongs, and refuses what nobody could load.
         manifest: Describes the folder, of which the files are given.
         written: Hears, on every rank, that all have written.
+        patience: Seconds that a rank whose writing fails waits for the others: see :meth:`.World.on_all_ranks`.
     """
 
     world: World
@@ -46,6 +50,7 @@ class Together:
     arrange: Callable[[Path], None]
     manifest: Callable[[Path, Mapping[str, FileEntry]], Manifest]
     written: Callable[[], None] = _nothing
+    patience: float | None = None
 
     def publish(self, write: Write) -> int:
         """Have all ranks write, and publish what they wrote. Collective.
@@ -64,7 +69,7 @@ class Together:
         try:
             staging = world.broadcast(None if publication is None else publication.staging)
             assert staging is not None
-            world.on_all_ranks(f"writing {target}", partial(write, staging))
+            world.on_all_ranks(f"writing {target}", partial(write, staging), self.patience)
             self.written()
             world.on_all_ranks(f"writing {target}", partial(self._on_rank_0, partial(self.arrange, staging)))
             listing = partial(self._on_rank_0, partial(_names, staging))

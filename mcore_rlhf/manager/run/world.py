@@ -176,8 +176,14 @@ class World:
         with self._explaining():
             return self.meeting.any_rank(flags)
 
-    def on_all_ranks(self, what: str, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, what: str, action: Callable[[], T], patience: float | None = None) -> T:
         """Do something on every rank; if it fails on one, it fails on all.
+
+        Args:
+            what: It, for messages.
+            action: Does it.
+            patience: Seconds that a rank on which it fails waits for the others, where these may wait for that rank themselves, in a
+                collective within the action; it goes then, and tells them that it did. None for the time-out.
 
         Raises:
             CheckpointError: This rank's own error, or that of the first rank that has one.
@@ -195,8 +201,21 @@ class World:
             if error is None:
                 raise
             error.__cause__ = failure
+        if patience is not None and self.meeting is not None:
+            self._come(self.meeting, error, patience)
         self.raise_on_all(error, what)
         return result  # type: ignore[return-value]
+
+    def _come(self, meeting: Meeting, error: Exception | None, patience: float) -> None:
+        """Come to where errors are told, and go again where this rank has one and the others do not come."""
+        with self._explaining():
+            meeting.comes()
+            if error is None and meeting.is_left:
+                raise RuntimeError("it failed, and has gone")
+            goes = error is not None and not meeting.all_come(patience)
+        if goes and error is not None:
+            meeting.breaks()
+            raise error
 
     def raise_on_all(self, error: Exception | None, what: str) -> None:
         """Raise on every rank if any rank has an error: its own where it has one, otherwise what the first one met.

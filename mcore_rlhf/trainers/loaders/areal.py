@@ -13,6 +13,7 @@ from mcore_rlhf.trainers.areal import TRAINER
 from mcore_rlhf.trainers.conditions import (
     ADAM,
     OF_GROUP,
+    OTHER_CLASS,
     asked,
     both,
     broken,
@@ -20,6 +21,7 @@ from mcore_rlhf.trainers.conditions import (
     incomplete,
     lacks,
     other_dtype,
+    other_optimizer,
     refused,
     undealt,
     unlisted,
@@ -127,6 +129,7 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _RESTORED, "rng_state, of tensor and pipeline rank", _MEGATRON, _of_megatron),
     Habit((Thing.RNG,), _ANEW, "the FSDP engine stores no random states", "engine/fsdp_engine.py:1743 (_save_to_dcp)", ran=True),
     Habit(_MODEL, _RESTORED, "model and optimizer of torch_dist", _MEGATRON, _of_megatron),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, _DCP, other_optimizer("{role}.optimizer.type", ".metadata")),
     Habit(_MODEL, _RESTORED, "dcp.model and dcp.optim, by name, whatever the ranks", _DCP, ran=True),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of optimizer_dtype, moments too; nothing is said", _DCP,
         both(_of_fsdp, lambda seen: other_dtype(f"{seen.role or 'actor'}.optimizer_dtype")(seen))),

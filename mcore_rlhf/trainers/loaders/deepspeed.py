@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from mcore_rlhf.trainers.conditions import (
+    OTHER_CLASS,
     UNRATED,
     asked,
     both,
@@ -20,6 +21,7 @@ from mcore_rlhf.trainers.conditions import (
     lacks,
     lacks_of,
     missing_ranks,
+    other_optimizer,
     refused,
     stateless,
     uneven,
@@ -114,6 +116,25 @@ def _scheduled(seen: Seen) -> bool:
     return seen.held.scheduler or seen.settings.get("scheduler", "scheduler.type") is not None
 
 
+def _stage(seen: Seen) -> int | None:
+    """The stage of the engine that is to load; None where nobody says."""
+    return seen.settings.number("zero_optimization.stage")
+
+
+def _other_files(seen: Seen) -> object:
+    """Stage 3 has a model's file of each rank, and the others one: ``{now}``."""
+    now = _stage(seen)
+    return now is not None and seen.has(MODEL) and not _universal(seen) and (now == 3) != _sliced(seen) and {"now": now}
+
+
+def _unpartitioned(seen: Seen) -> object:
+    """Stage 0 has its optimizer in the model's file, and the others each rank's: ``{now}``."""
+    now = _stage(seen)
+    return (
+        now is not None and seen.has(MODEL) and not _universal(seen) and (now > 0) != seen.has(_OPTIM) and {"now": now}
+    )
+
+
 def _universal(seen: Seen) -> bool:
     return seen.settings.says("load_universal", "checkpoint.load_universal")
 
@@ -121,6 +142,8 @@ def _universal(seen: Seen) -> bool:
 ROWS = rows_of(
     "DeepSpeed 0.19.8, runtime/",
     Habit((Thing.WEIGHTS,), _REFUSED, "no …model_states.pt is there", "state_dict_factory.py:168 (check_ckpt_list)", lacks(MODEL), True),
+    Habit(_ALL, _REFUSED, "the engine is of ZeRO's stage {now}, and looks for files of the model under other names",
+        "state_dict_factory.py:168 (check_ckpt_list)", _other_files, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "state_dict_factory.py:170 (check_ckpt_list)",
         broken(MODEL), True),
     Habit(_ALL, _REFUSED, "{file} has no {key}: a KeyError", "engine.py:4568 (_load_checkpoint)",
@@ -140,6 +163,8 @@ ROWS = rows_of(
         refused(_NOT_OPTIMIZER), True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "saved by {was} data-parallel ranks, loaded by {now}: ZeRO's pieces are not dealt anew",
         "engine.py:4748 (_load_zero_checkpoint)", both(lambda seen: not _universal(seen), has(_OPTIM), _other_world)),
+    Habit(_WITH_OPTIMIZER, _REFUSED, "the engine is of ZeRO's stage {now}, and looks for the optimizer where it is not",
+        "engine.py:4696 (_load_checkpoint)", _unpartitioned, True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "an engine of {now} looks for files of other names (bf16_… or without) and does not find them",
         "engine.py:4839 (_get_all_zero_checkpoints)", _other_prefix),
     Habit(_WITH_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "engine.py:4802 (_get_all_zero_checkpoint_state_dicts)",
@@ -184,6 +209,7 @@ ROWS = rows_of(
                 "engine.py:4696 (_load_checkpoint)", stateless(pattern, inside), True),
         )
     ),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "engine.py:4696 (_load_checkpoint)", other_optimizer("optimizer.type", _OPTIM, MODEL)),
     Habit(OF_OPTIMIZER, _RESTORED, "…optim_states.pt of each rank, or the model's file where ZeRO is off",
         "engine.py:4733 (_load_zero_checkpoint)", ran=True),
     Habit((Thing.SCALER,), _RESTORED, "with the optimizer; only fp16 uses it", "engine.py:4733 (_load_zero_checkpoint)",

@@ -13,8 +13,10 @@ from . import (
     nemo_rl,
     open_instruct,
     openrlhf,
+    prime_rl,
     rlinf,
     skyrl,
+    slime,
     torchtitan,
     transformers,
     verl,
@@ -24,4 +26,5 @@ LOADERS: tuple[Loader, ...] = (
     megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, verl.TUNING_LOADER,
     skyrl.LOADER,
     openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, areal.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
+    slime.LOADER, slime.MILES_LOADER, prime_rl.LOADER,
 )  # fmt: skip

@@ -9,7 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, uneven, unlisted, without
+from mcore_rlhf.trainers.conditions import (
+    OTHER_CLASS,
+    asked,
+    both,
+    broken,
+    has,
+    incomplete,
+    lacks,
+    other_optimizer,
+    uneven,
+    unlisted,
+    without,
+)
 from mcore_rlhf.trainers.megatron import LM
 from mcore_rlhf.trainers.resuming import INSIDE, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
@@ -303,6 +315,7 @@ ROWS = rows_of(
         "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups", in_groups, True),
     Habit(_WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: a KeyError, “Specify --no-load-optim or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "load_checkpoint", other_optimizer("optimizer", _MODEL, _DISTRIB, ".metadata")),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
         without(COMMON, *SCHEDULE, inside="opt_param_scheduler/"), True),

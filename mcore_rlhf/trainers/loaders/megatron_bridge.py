@@ -7,7 +7,19 @@ below it as in :mod:`.megatron`. Read, and not run: Megatron-Bridge needs Transf
 
 from __future__ import annotations
 
-from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, refused, unlisted, without
+from mcore_rlhf.trainers.conditions import (
+    OTHER_CLASS,
+    asked,
+    both,
+    broken,
+    has,
+    incomplete,
+    lacks,
+    other_optimizer,
+    refused,
+    unlisted,
+    without,
+)
 from mcore_rlhf.trainers.megatron import BRIDGE
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
@@ -93,6 +105,7 @@ ROWS = rows_of(
         both(lies_flat, without(COMMON, "optimizer/param_state_sharding_type|optimizer/0/param_state_sharding_type"))),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}, by which groups are told apart: a KeyError",
         "3169 (_load_checkpoint_from_path)", in_groups),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "3169 (_load_checkpoint_from_path)", other_optimizer("optimizer.optimizer", ".metadata")),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer", "3169 (_load_checkpoint_from_path)"),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "3175 (_load_checkpoint_from_path)",
         without(COMMON, "opt_param_scheduler|lr_scheduler")),

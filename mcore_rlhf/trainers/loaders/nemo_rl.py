@@ -12,10 +12,12 @@ from mcore_rlhf.trainers.conditions import (
     ADAM,
     OF_GROUP,
     OF_SCHEDULE,
+    OTHER_CLASS,
     both,
     broken,
     incomplete,
     other_dtype,
+    other_optimizer,
     undealt,
     unlisted,
 )
@@ -41,6 +43,11 @@ def _no_optimizer(seen: Seen) -> bool:
     """Neither a folder of its own beside the weights, nor in what Megatron wrote."""
     apart = any(name.startswith(f"{_role(seen)}/optimizer/") for name in seen.above)
     return not apart and not (_on_megatron(seen) and (seen.held.optimizer or bool(seen.held.problem)))
+
+
+def _of_weights(seen: Seen) -> bool:
+    """What is missing does not lie in the optimizer's own folder."""
+    return not seen.held.problem.startswith("optimizer/")
 
 
 def _untracked(seen: Seen) -> bool:
@@ -90,13 +97,14 @@ def _uninformed(seen: Seen) -> object:
 ROWS = rows_of(
     "NeMo-RL 7ea279a, nemo_rl/",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _PATHS, broken("*.distcp", "*.metadata", "*.safetensors")),
-    Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _PATHS, incomplete),
+    Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _PATHS, both(_of_weights, incomplete)),
     Habit((Thing.WEIGHTS, *_WITH_OPTIMIZER), _ANEW, f"neither {' nor '.join(_TRACKERS)} is beside iter_0000000: Megatron-Bridge takes the "
         "model that training began with, without an optimizer; a line in the log",
         "models/megatron/setup.py:1899 (setup_model_and_optimizer)", _untracked),
     Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
     Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
         _no_optimizer),
+    Habit(_WITH_OPTIMIZER, _REFUSED, "a file is missing: {problem}", _DCP, both(lambda seen: not _of_weights(seen), incomplete)),
     Habit(_WITH_OPTIMIZER, _REFUSED, "stored as {was}, trained in the {now} of policy.precision: flat buckets are looked for by their type",
         "models/megatron/setup.py:1899 (setup_model_and_optimizer)", both(_on_megatron, lies_flat, other_dtype("policy.precision"))),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of policy.precision; nothing is said",
@@ -107,6 +115,8 @@ ROWS = rows_of(
     Habit(_WITH_OPTIMIZER, _REFUSED, _NO_KEY, _DCP, undealt("policy/optimizer/.metadata", r"optim\.optim\."), True),
     _unlisted(r"optim\.sched\.", *OF_SCHEDULE),
     _unlisted(r"optim\.sched\._schedulers\.\d+\.", *OF_SCHEDULE),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, _DCP, other_optimizer("policy.optimizer.name", "policy/optimizer/.metadata",
+        "policy/optimizer/optim/.metadata")),
     Habit(_WITH_OPTIMIZER, _RESTORED, "optimizer/, or Megatron's own in the weights' folder", _PATHS),
     Habit((Thing.COUNTERS,), _REFUSED, "training_info.json is not there", "utils/checkpoint.py:571 (load_training_info)",
         lambda seen: "training_info.json" not in seen.above),

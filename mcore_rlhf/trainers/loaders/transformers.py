@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rlhf.trainers.conditions import (
+    OTHER_CLASS,
     UNRATED,
     asked,
     both,
@@ -19,6 +20,7 @@ from mcore_rlhf.trainers.conditions import (
     lacks_tensors,
     lambdaless,
     other_dtype,
+    other_optimizer,
     refused,
     stateless,
     uneven,
@@ -121,6 +123,8 @@ ROWS = _OF_OTHERS + rows_of(
         "3886 (_load_optimizer_and_scheduler)", uneven("optimizer.pt"), True),
     Habit((Thing.OPTIMIZER,), _ANEW, "{file} has no state for {count} parameters: frozen, or begun at zero; nothing is said",
         "3886 (_load_optimizer_and_scheduler)", stateless("optimizer.pt"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "3886 (_load_optimizer_and_scheduler)",
+        other_optimizer("optim", *_OPTIMIZER, "optimizer_0/.metadata"), True),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order",
         "3886 (_load_optimizer_and_scheduler)",
         ran=True),

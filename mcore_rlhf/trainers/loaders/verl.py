@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_rlhf.trainers.conditions import (
+    OTHER_CLASS,
     UNRATED,
     both,
     broken,
     has,
     other_dtype,
+    other_optimizer,
     ranks_lack,
     ranks_of,
     stateless,
@@ -139,6 +141,7 @@ _MODEL = (
     *verl_megatron.ROWS,
     Habit((Thing.WEIGHTS,), _RESTORED, "model_world_size_….pt of each rank", _IN_FSDP,
         ran=True),
+    Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, _IN_FSDP, other_optimizer("{role}.optim.optimizer", "optim_world_size_*")),
     Habit(OF_OPTIMIZER, _RESTORED, "optim_world_size_….pt of each rank", _IN_FSDP, ran=True),
     Habit(_EXTRA, _RESTORED, "extra_state_world_size_….pt of each rank", _IN_FSDP, ran=True),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of model_dtype, moments too; nothing is said", _IN_FSDP,

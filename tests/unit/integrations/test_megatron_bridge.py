@@ -1,4 +1,4 @@
-"""Our manager held against Megatron-Bridge's protocol. Read, not run: it needs a GPU, so what stands here is its interface as data.
+"""Our manager held against Megatron-Bridge's protocol, which stands here as data; its own code runs in ``tests/trainers``.
 
 Source: NVIDIA-NeMo/Megatron-Bridge 067f987df03b8355b03192d88d70f1709fedf51a, ``src/megatron/bridge/training/checkpointing.py``: the
 protocol ``CheckpointManager``, what ``create_checkpoint_manager`` checks, and where ``save_checkpoint`` writes.

@@ -1,0 +1,70 @@
+"""A rank whose trainer fails within a save raises its own error, while another waits for it in a collective of the trainer's own."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from mcore_rlhf.manager.run.together import GOES_AFTER
+from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+
+PATIENCE = 2.0
+
+
+def _rank(rank: int, folder: str, job: str) -> None:
+    from mcore_rlhf.manager import trainer_steps
+
+    trainer_steps.GOES_AFTER = PATIENCE
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    steps = TrainerSteps(f"{folder}/run", "transformers", StepOptions(timeout=60.0))
+
+    def write(staging: Path) -> None:
+        if rank == 0:
+            raise RuntimeError("CUDA error: out of memory")
+        if job == "collective":
+            dist.barrier()  # as the trainer's own code does, for the rank that failed
+        elif job == "slow":
+            time.sleep(3 * PATIENCE)
+
+    started, said = time.monotonic(), ""
+    try:
+        steps.save(1, write)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    Path(folder, f"{rank}.said").write_text(f"{time.monotonic() - started:.1f} {said}")
+    if rank == 1 and job == "slow":
+        return
+    import os
+
+    os._exit(1)  # as a process ends that nobody catches that in
+
+
+@pytest.mark.parametrize("job", ["collective", "slow", "none"])
+def test_the_rank_that_failed_goes(tmp_path: Path, job: str) -> None:
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path), job)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+        assert one.exitcode is not None
+    first, second = ((tmp_path / f"{rank}.said").read_text().split(" ", 1) for rank in range(2))
+    assert first[1] == "RuntimeError: CUDA error: out of memory"
+    assert float(first[0]) < 20, "not the time-out"
+    assert float(second[0]) < 30
+    if job == "none":
+        assert "failed on rank 0: RuntimeError: CUDA error: out of memory" in second[1]
+    elif job == "slow":
+        assert "Incomplete" in second[1]
+        assert "another rank died" in second[1]
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_it_is_no_longer_than_a_launcher_waits() -> None:
+    assert GOES_AFTER <= 60
