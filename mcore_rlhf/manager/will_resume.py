@@ -216,6 +216,13 @@ def _of_root(root: ReadablePath, loader: Loader, settings: Settings) -> Taken:
         return Taken(folder, "the configuration names it")
     if trainer.resumes == "tracker":
         taken = _tracked(root, trainer)
+        lacking = [
+            key
+            for key in loader.counted
+            if is_there(root / trainer.counted) and key not in _keys_in(root, trainer.counted)
+        ]
+        if lacking and not taken.stops:
+            return Taken(None, f"{trainer.counted} has no {lacking[0]}: it cannot be read", stops=True)
         why = (
             loader.stops_at(_number_in(root, trainer), names_in(root), settings)
             if is_there(root / trainer.tracker)

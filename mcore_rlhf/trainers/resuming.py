@@ -267,6 +267,7 @@ class Loader:
         takes_any: Whether it takes the highest number whatever lies in that folder.
         reads: How its own code reads a step's number off a name, where that is not as it writes them; a ValueError where it stops there.
         knows: Whether the rows say all of a step, though no reader here opens it.
+        counted: Keys of the file of counters in the root, see :attr:`.Trainer.counted`, each of which it asks for.
         stops_at: Why it stops at a root, by the step that its tracker names, None for none, the names in the root, and the configuration.
     """
 
@@ -279,6 +280,7 @@ class Loader:
     takes_any: bool = False
     reads: Callable[[str], int | None] | None = None
     knows: Callable[[Seen], object] = lambda seen: False
+    counted: tuple[str, ...] = ()
     stops_at: Callable[[int | None, Collection[str], Settings], str] = lambda tracked, names, settings: ""
 
     def number_of(self, name: str) -> int | None:

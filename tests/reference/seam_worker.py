@@ -45,11 +45,13 @@ def train(
         def train(self, resume_from_checkpoint: Any = None, *args: Any, **named: Any) -> Any:
             return super().train(which, *args, **named)
 
-    transformers.Trainer = Told
+    hf_runs.transformers.Trainer = (
+        Told  # its own: transformers puts another module in its place as Trainer is first asked for
+    )
     try:
         return hf_runs.train(hf_runs.model(seed), folder, **{"max_steps": LAST, "save_steps": EVERY, **arguments})
     finally:
-        transformers.Trainer = PLAIN
+        hf_runs.transformers.Trainer = PLAIN
 
 
 class Killer:

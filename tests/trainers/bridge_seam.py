@@ -106,6 +106,37 @@ def dies_within(checkpointing: Any, job: str) -> None:
     checkpointing.dist_checkpointing.save = save
 
 
+def loads(bridge: Any, folders: list[str]) -> list[Any]:
+    """What a new run has of each folder, by Bridge's own manager: two losses, and what is counted and drawn; the error where it stops."""
+    found: list[Any] = []
+    for folder in folders:
+        run = Trainer(
+            TinyGPT(**TINY, dtype="bf16", dropout=0.0),
+            Parallel(),
+            Training(micro_batch_size=2, global_batch_size=4, seed=9),
+        )
+        run.training = Training(micro_batch_size=2, global_batch_size=4)  # the same data
+        state, torch_state = bridge.state.GlobalState(), torch.get_rng_state()
+        state.cfg = config = configured(bridge, folder, 1)
+        manager = bridge.checkpointing.create_checkpoint_manager(config.checkpoint)
+        try:
+            if not bridge.setup._should_load_checkpoint(config, manager):
+                found.append(None)
+                continue
+            given = (run.chunks, run.optimizer, run.scheduler)
+            manager.load(bridge.checkpointing.CheckpointLoadContext(state, *given))
+            counted = state.train_state
+            run.iteration = 4
+            found.append({
+                "counters": [counted.step, counted.floating_point_operations_so_far], "data": counted.consumed_train_samples,
+                "RNG": not torch.equal(torch.get_rng_state(), torch_state) and torch.get_rng_state()[:64].tolist(),
+                "scheduler": run.scheduler.num_steps if run.scheduler else 0, "losses": [run.train_step(), run.train_step()],
+            })  # fmt: skip
+        except BaseException as error:  # an exit, and torch's CheckpointException, which is no Exception
+            found.append(f"{type(error).__name__}: {error}"[:300])
+    return found
+
+
 def main(job: str, folder: str, result: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -120,8 +151,12 @@ def main(job: str, folder: str, result: Path) -> None:
         init_num_microbatches_calculator(rank, None, 4, 2, world)
         state = bridge.state.GlobalState()
         state.cfg = config = configured(bridge, folder, world)
-        megatron_bridge.use(config.checkpoint)
+        if job != "plain":
+            megatron_bridge.use(config.checkpoint)
         manager = bridge.checkpointing.create_checkpoint_manager(config.checkpoint)
+        if job == "loads":
+            result.write_text(json.dumps(loads(bridge, Path(folder, "copies.txt").read_text().splitlines())))
+            return
         if job in ("killed", "fails"):
             dies_within(bridge.checkpointing, job)
         given = (run.chunks, run.optimizer, run.scheduler)
@@ -129,9 +164,9 @@ def main(job: str, folder: str, result: Path) -> None:
             manager.load(bridge.checkpointing.CheckpointLoadContext(state, *given))
             run.iteration, run.consumed_train_samples = state.train_state.step, state.train_state.consumed_train_samples
         seen = []
-        while run.iteration < 6:
+        while run.iteration < (4 if job == "plain" else 6):
             seen.append([run.iteration + 1, run.train_step()])
-            if run.iteration % 2 == 0:
+            if run.iteration % (4 if job == "plain" else 2) == 0:
                 state.train_state.step, state.train_state.consumed_train_samples = (
                     run.iteration,
                     run.consumed_train_samples,

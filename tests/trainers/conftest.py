@@ -23,6 +23,7 @@ _OF_FILES = {
     "test_lightning_seam": "Lightning, at our seam", "test_ray_seam": "Ray Train, at our seam",
     "test_torchdata": "torchdata", "test_nemo_replay": "NeMo-RL, its replay buffer",
     "test_will_resume_titan": "torchtitan, as will-resume says",
+    "test_will_resume_bridge": "Megatron-Bridge, as will-resume says of each key",
     "test_will_resume_keys": "verl and OpenRLHF, as will-resume says of each key",
     "test_will_resume_verl": "verl, as will-resume says",
     "test_will_resume_verl_megatron": "verl on Megatron, as will-resume says",

@@ -30,6 +30,8 @@ _STEP, _FLOPS = "step", "floating_point_operations_so_far"
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What Megatron-LM has as arguments of the same names."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
+_SAVED = ("save_optim", "save_rng")
+"""Of its ``CheckpointConfig``; Megatron-LM's arguments say the opposite, with ``no_`` before it."""
 _SECTIONS = ("model", "ddp", "optimizer", "train")
 _NAMES = {
     "num_moe_experts": "num_experts", "bucket_size": "ddp_bucket_size",
@@ -124,7 +126,9 @@ def _of_bridge(folder: ReadablePath) -> dict[str, object]:
         raise Corrupt(f"{folder / FILE}: expected a run's configuration, found a {type(found).__name__}")
     sections = {name: part for name in _SECTIONS if isinstance(part := found.get(name), Mapping)}
     plain = {name: value for part in sections.values() for name, value in _plain(part)}
-    return {**plain, **_of_model(sections.get("model", {}))}
+    saving = found.get("checkpoint")
+    unsaved = {f"no_{name}": True for name in _SAVED if isinstance(saving, Mapping) and saving.get(name) is False}
+    return {**plain, **_of_model(sections.get("model", {})), **unsaved}
 
 
 def _of_verl(role: ReadablePath) -> dict[str, object]:
