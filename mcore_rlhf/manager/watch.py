@@ -150,7 +150,10 @@ class Watcher:
             return []
         self._away = False
         self._unread = {step.step for step in found if step.state == "unreadable"}
-        return [step for step in found if self._is_ready(step)]
+        ready = [step for step in found if self._is_ready(step)]
+        settling = (step.step for step in found if step.state == "foreign")  # one that was just converted is, too
+        self._top = max({*(step.step for step in ready), *self._unread, *settling}, default=self._top)
+        return ready
 
     def _is_ready(self, step: Step) -> bool:
         """Whether it is committed; of one that has no manifest, whether it has not changed for a while."""
@@ -173,7 +176,6 @@ class Watcher:
             or note.source != _identity(step)
             or not (note.taken or self._results.is_there(number))
         }
-        self._top = max({*found, *self._unread}, default=self._top)
         kept = self._kept(
             {*done, *open_, *self._unread}
         )  # an older one is not made in place of what a disk does not show

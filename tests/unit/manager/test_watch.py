@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +396,27 @@ def test_only_results_are_retired(runs: Runs) -> None:
     assert "retired 1" in runs.all(keep=(KeepLast(2),))
     assert beside.is_dir()
     assert (runs.out / "global_step_-5").is_dir()
+
+
+def test_a_retired_result_is_not_made_again_while_the_newest_step_settles(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of another trainer's settles anew once it was converted; the run has not gone back behind it meanwhile."""
+    real = watch.listed_steps
+    monkeypatch.setattr(watch, "listed_steps", lambda root: [replace(step, state="foreign") for step in real(root)])
+    clock = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    watcher = runs.watcher(settle=2.0, keep=(KeepLast(2),))
+    delete(runs.root / "global_step_2")
+    for _ in range(2):
+        while watcher.look():
+            pass
+        clock[0] += 2.5
+    make_step(runs.root, 2)
+    make_step(runs.root, 4)
+    for _ in range(20):
+        watcher.look()
+        clock[0] += 0.5
+    watcher.close()
+    assert sorted(runs.made) == [1, 3, 4]
+    assert runs.results() == [3, 4]
