@@ -219,7 +219,7 @@ def prepare(
     seen = replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None
-    bring_along(seen, job.target, wanted)
+    bring_along(seen, job.target, wanted, passage.write)
     problems = Problems()
     _check_names(job, problems)
     for path, real in followed(job.source.root).items():

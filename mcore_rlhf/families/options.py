@@ -1,8 +1,7 @@
 """The table of options: one row for each thing that a conversion, or the opening of a checkpoint, can be told.
 
-The rows are the fields of :class:`ReadOptions`, :class:`WriteOptions` and :class:`ConvertOptions`, and :mod:`.store_options`. The
-command line, the YAML jobs, the Python API and ``docs/reference/cli.md`` are made of them: which options a command has, with help and
-headings; what a value must be; what a target format must take for an option to mean something, so that for others it is refused.
+The rows are fields of what ``_SECTIONS`` lists. Command line, YAML jobs, Python API and ``docs/reference/cli.md`` are made of them: which
+options a command has, with help and headings; what a value must be; what a target format must take for an option to mean something.
 
 **To add an option**, add a field with its row, and use it. Nothing else: ``--some-name`` and the job's key ``some_name`` exist
 with the row; ``python -m tests.helpers.option_tables`` writes the page's tables.
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from .source import Names
+    from .trainer_files import RunFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class RunOf:
         tag: What it calls DeepSpeed's tags, with ``{step}``; empty where any name is as good.
         shown: The folder of a run of the same trainer's that shows what it wants beside its models; empty where none was named.
         strategy: What its rank files say of their strategy; empty where they do not.
+        beside: What is called how beside the tag of DeepSpeed's files; None where nothing lies there.
     """
 
     name: str = ""
@@ -108,6 +109,7 @@ class RunOf:
     tag: str = ""
     shown: str = ""
     strategy: str = ""
+    beside: RunFiles | None = None
 
     @property
     def arguments(self) -> Mapping[str, object]:

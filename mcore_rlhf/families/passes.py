@@ -457,7 +457,6 @@ NAMES = (
     Pass("torch's Muon", _has_torchs_muon, _marked),
     Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
-    Pass("a schedule that is asked for", _lacks_schedule, _with_schedule),
     Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
     Pass("what the optimizer has no states of", _keeps_trained_alone, _without_frozen),
     Pass("Megatron's names", lambda p: p.module is not None and p.to.family == MegatronState.names, _to_megatron),
@@ -465,6 +464,7 @@ NAMES = (
     Pass("experts packed", _are_to_be_packed, _packed),
     Pass("experts as in the run that goes on", _has_experts_of_a_run, _as_in_run),
     Pass("param groups of the run that goes on", lambda p: p.to.deals_groups and p.write.like is not None, _in_groups_of_run),
+    Pass("a schedule that is asked for", _lacks_schedule, _with_schedule),
     Pass("torchtitan's names again", _had_own_names, _other_names),
     Pass("the run that goes on", lambda p: p.to.lays_out_keys and p.write.like is not None, _as_run),
 )  # fmt: skip

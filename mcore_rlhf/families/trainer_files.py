@@ -10,6 +10,7 @@ transformers'.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pt import read_pt
 
+from .fsdp.state import random_states
 from .source import StoredFile
 
 RankStates = Mapping[str, object]
@@ -167,6 +169,25 @@ ROWS = (ACCELERATE, TRANSFORMERS)
 def of_ranks(count: int) -> str:
     """How many they are, in words."""
     return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def new_states(iteration: int, ranks: int) -> tuple[RankStates, ...]:
+    """Fresh random states of ranks on CPUs, made of the iteration and of each rank's number.
+
+    Args:
+        iteration: Of the checkpoint.
+        ranks: How many.
+    """
+    made = (random_states(_seed(f"mcore_rlhf rng {iteration} rank {rank}")) for rank in range(ranks))
+    return tuple({key: value for key, value in states.items() if key != "cuda"} for states in made)
+
+
+def _seed(text: str) -> bytes:
+    """What random states are made of. They begin with it, and it with a byte that no pickle begins with: what is written is looked into
+    for pickles, and of so many ranks' states one would look like one.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    return bytes((digest[0] & 0x5F | 0xA0, *digest[1:]))
 
 
 def rng_item(rank: int) -> Item:

@@ -13,15 +13,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.facts import Fate, Reason, Rule, same
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
+from mcore_rlhf.families.fsdp.state import is_of_one
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
-from mcore_rlhf.families.trainer_files import ROWS, RunFiles, of_ranks, rng_item
+from mcore_rlhf.families.trainer_counters import COUNTED, STEP, NewCounters, read_counters
+from mcore_rlhf.families.trainer_files import ROWS, RunFiles, new_states, of_ranks, rng_item
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer, reason_of_name
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
@@ -197,14 +200,18 @@ def _is_trainers(root: ReadablePath) -> bool:
     return any(of_trainer(child.name) and child.is_file() for child in root.iterdir())
 
 
-def bring_along(source: Source, target: Target, wanted: Format) -> None:
+def bring_along(source: Source, target: Target, wanted: Format, write: WriteOptions) -> None:
     """Let a target that does not look at files itself take those of its source, and say what stays behind.
 
     Args:
         source: What the target is made of.
         target: The target.
         wanted: Its format.
+        write: May say what lies beside the tag in the run that it is for; else that is what lay beside the source's.
     """
+    family, row = ModuleState.of(source), write.run_of.beside
+    if row is None and family is not None and wanted.name == source.format:
+        row = family.beside
     if source.origin and not wanted.own_sidecar:
         _leave_origin(source, target)
     files = {} if source.carried is None else source.carried.files
@@ -213,9 +220,12 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.carried = {name: path for name, path in files.items() if name not in taken}
         target.report.through([GO_ALONG], target.carried)
     elif not wanted.model_folder:
-        own = _place(source, target, wanted, _step_folder(file.path for file in target.files))
+        own = _place(source, target, wanted, _step_folder(file.path for file in target.files), row)
         place = PurePosixPath(target.described) if target.described else own
-        _beside_the_new_tag(source, target, wanted)
+        if row is not None and family is not None:
+            _beside_the_new_tag(source, family, target, row)
+            if write.run_of.beside is not None and row.counters and _put_counters(source, target, row, write.like):
+                files.pop(row.counters, None)
         described = source.family.config
         texts = {} if source.carried is None else dict(source.carried.texts)
         if described and described != (  # what the user gave, or what the run says now
@@ -231,30 +241,47 @@ def bring_along(source: Source, target: Target, wanted: Format) -> None:
         target.report.through([GO_ALONG], {**files, **of_run})
 
 
-def _beside_the_new_tag(source: Source, target: Target, wanted: Format) -> None:
-    """Put schedule and random states where the run's trainer looks for them, beside the tag of a run of as many ranks."""
-    family = ModuleState.of(source)
-    if family is None or family.beside is None or wanted.name != source.format:
-        return
-    row, trees = family.beside, dict[str, object]()
-    if any(file.path == row.scheduler for file in source.files):
+def _beside_the_new_tag(source: Source, family: ModuleState, target: Target, row: RunFiles) -> None:
+    """Put schedule, random states and counters where the run's trainer looks for them, beside the tag.
+
+    Its own files of a tag of as many ranks are as they were; a run that is made new gets what its loader asks for.
+    """
+    trees, made = dict[str, object](), row is not family.beside
+    if any(file.path == row.scheduler for file in source.files) or (made and is_of_one(source.state.scheduler)):
         trees[row.scheduler] = source.state.scheduler
-    of_each, world = [rng_item(rank) for rank in range(len(family.rng))], target.parallel.world_size
-    if world == len(of_each):
-        trees |= {row.rng_name(rank, world): row.spelled(states) for rank, states in enumerate(family.rng)}
-    elif of_each:
-        text = f"random states of {of_ranks(len(of_each))}: the tag becomes one of {of_ranks(world)}, which begin with new ones"
+    rng, of_each, world = family.rng, [rng_item(rank) for rank in range(len(family.rng))], target.parallel.world_size
+    if world != len(rng) and made and source.optimizer is not None:
+        at = source.state.iteration
+        rng = new_states(at, world)
+        target.report.add(Fate.DERIVED, f"rng: new states for {of_ranks(world)}, from iteration {at}", *of_each)
+    elif world != len(rng) and rng:
+        text = f"random states of {of_ranks(len(rng))}: the tag becomes one of {of_ranks(world)}, which begin with new ones"
         target.report.add(Fate.LOST, text, *of_each)
+        rng = ()
+    trees |= {row.rng_name(rank, world): row.spelled(states) for rank, states in enumerate(rng)}
     target.report.through([_BESIDE_NEW], list(trees))
     target.files += tuple(TargetFile(name, partial(FileLayout.of_tree, tree)) for name, tree in trees.items())
 
 
-def _place(source: Source, target: Target, wanted: Format, step: str) -> PurePosixPath:
+def _put_counters(source: Source, target: Target, row: RunFiles, like: str | None) -> bool:
+    """Put the run's counters beside the tag, unless those that go along are of this step; whether that was done."""
+    before = {} if source.carried is None else read_counters(source.carried.folder, row)
+    if before.get(STEP) == source.state.iteration:
+        return False
+    shown = read_counters(Path(like).expanduser(), row) if like is not None else {}
+    found = NewCounters(source, row, shown or before)
+    target.report.through(COUNTED, found)
+    if before:
+        target.report.add(Fate.DERIVED, f"{row.counters}: counted on to this step", Item(Kind.FILE, row.counters))
+    target.texts[row.counters] = found.text()
+    return True
+
+
+def _place(source: Source, target: Target, wanted: Format, step: str, row: RunFiles | None) -> PurePosixPath:
     """Where files that go along lie beside a target's own."""
     if wanted.model_beside:
         return PurePosixPath(step, wanted.model_beside)
-    family = ModuleState.of(source)
-    if family is not None and family.beside is not None and wanted.name == source.format:
+    if row is not None:
         return PurePosixPath()  # where the trainer itself has them
     own = source.carried is not None and source.carried.folder.name == _TOKENIZER and source.format == target.format
     return PurePosixPath(step, _TOKENIZER if own else FOLDER)

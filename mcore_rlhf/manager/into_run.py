@@ -13,8 +13,9 @@ from pathlib import Path
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.option_types import Takes
-from mcore_rlhf.families.options import ConvertOptions, RunOf
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.trainer_files import ROWS
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
@@ -23,7 +24,7 @@ from mcore_rlhf.trainers.table import Trainer
 
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
-from .runs import TrainerRun, run_at, step_at
+from .runs import TrainerRun, TrainerStep, run_at, step_at
 from .subject import Subject, former_of
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
@@ -60,14 +61,49 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         parallel = open_checkpoint(like, options.read, partial=True).parallel
         degrees = {name: getattr(parallel, name) for name in _DEGREES}
         write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
-    megatron = any(degree is not None for degree in degrees.values())
-    wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
-    to = (wanted or [*trainer.formats])[0]
+    to = _format_of(trainer, write, megatron=any(degree is not None for degree in degrees.values()))
+    row = next((row for row in ROWS if row.format in trainer.formats and row.format != to), None)
+    if like is None and write.like is not None and Takes.ZERO_STAGE in format_named(to).takes:
+        write = _in_ranks_of(write, options.read)
     run = RunOf(
-        trainer.name, trainer.second_group, trainer.wants_schedule, trainer.parts_like(like), trainer.counts,
-        tag=trainer.steps[0] if trainer.by_role else "", strategy=trainer.strategy,
+        trainer.name, trainer.second_group, trainer.wants_schedule or row is not None, trainer.parts_like(like), trainer.counts,
+        tag=trainer.tag, strategy=trainer.strategy, beside=row,
     )  # fmt: skip
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
+
+
+def _format_of(trainer: Trainer, write: WriteOptions, *, megatron: bool) -> str:
+    """The format that a trainer's model is to have: as ``--like`` shows, as options ask for, or its usual one."""
+    wanted = [name for name in trainer.formats if (Takes.MEGATRON in format_named(name).takes) == megatron]
+    fitting = wanted or [*trainer.formats]
+    shown = None if write.like is None else format_at(checkpoint_path(Path(write.like).expanduser()))
+    staged = [name for name in fitting if write.zero_stage is not None and Takes.ZERO_STAGE in format_named(name).takes]
+    return shown.name if shown is not None and shown.name in fitting else (staged or fitting)[0]
+
+
+def _in_ranks_of(write: WriteOptions, read: ReadOptions) -> WriteOptions:
+    """The options with the ranks and the stage of a run of DeepSpeed's, whose loader takes no others, where nobody gave them."""
+    step = _shown_step(shown := Path(str(write.like)).expanduser())
+    place = shown if step is None else next(iter(step.models().values()), shown)
+    found = open_checkpoint(
+        checkpoint_path(place, follow_links=read.follow_links), replace(read, role=None, step=None), partial=True
+    )
+    stage = (found.optimizer or "").removeprefix("zero")
+    return replace(
+        write,
+        dp=found.parallel.dp if write.dp is None else write.dp,
+        zero_stage=int(stage) if write.zero_stage is None and stage.isdigit() else write.zero_stage,
+    )
+
+
+def _shown_step(path: Path) -> TrainerStep | None:
+    """The step of several models that ``--like`` names, or the newest of such a run's; None where it is one model."""
+    step = step_at(path)
+    if (
+        step is None and (run := run_at(path)) is not None and run.found
+    ):  # roles lie beside each other, each with its steps
+        return run.found[max(run.found)]
+    return step
 
 
 def like_of(options: ConvertOptions, role: str) -> ConvertOptions:
@@ -79,12 +115,7 @@ def like_of(options: ConvertOptions, role: str) -> ConvertOptions:
     """
     if options.write.like is None:
         return options
-    path = Path(options.write.like).expanduser()
-    step = step_at(path)
-    if (
-        step is None and (run := run_at(path)) is not None and run.found
-    ):  # roles lie beside each other, each with its steps
-        step = run.found[max(run.found)]
+    step = _shown_step(Path(options.write.like).expanduser())
     place = None if step is None else step.models().get(role)
     return options if place is None else replace(options, write=replace(options.write, like=str(place)))
 

@@ -283,7 +283,7 @@ def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> Non
     """
     if not wants_loader(trainer) or found.data is not None or trainer.data_file() in (*found.files, *found.texts):
         return
-    former = next((one for one in TRAINERS if one.skips and not _formats(opened).isdisjoint(one.formats)), None)
+    former = next((one for one in TRAINERS if one.skips and not _formats(opened).isdisjoint(one.formats[:1])), None)
     if former is None:
         return
     counters = opened.state.other.get(_COUNTERS)

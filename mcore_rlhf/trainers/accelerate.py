@@ -13,6 +13,7 @@ TRAINER = Trainer(
     steps=("checkpoint_{step}", "step_{step}", "checkpoint-{step}", "step-{step}"),
     marks=("random_states_*.pkl",),
     resumes="named",
-    formats=("hf-accelerate",),
+    formats=("hf-accelerate", "deepspeed"),
+    tag="pytorch_model",
     told='accelerator.load_state("{path}")',
 )

@@ -26,5 +26,6 @@ TRAINER = Trainer(
     second_group=("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"),
     wants_schedule=True,
     formats=("deepspeed",),
+    tag="global_step{step}",
     told="--ckpt.path {root} --ckpt.load_enable",
 )  # fmt: skip

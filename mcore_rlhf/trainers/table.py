@@ -74,8 +74,9 @@ class Trainer:
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
         strategy: What each rank's file says of the strategy that wrote it, where the trainer has rank files of FSDP2 alone, with one param
             group; empty elsewhere.
-        formats: The formats in which it has models, those that it is given: first the one of FSDP or DeepSpeed, then Megatron's; none where
-            it is only read.
+        formats: The formats in which it has models, those that it is given: first the usual one, then those that ``--like`` or options of
+            theirs ask for, DeepSpeed's or Megatron's; none where it is only read.
+        tag: What the tag of DeepSpeed's files is called in its steps, with ``{step}``; empty where it has none.
         parts: Where a model in ``torch_dist`` has its parts: the usual way first, and others, of which a checkpoint of a run shows which
             is its own; none where they are one folder.
         megatrons: Where in a model's place Megatron's own folder is; empty where it is that place itself.
@@ -110,6 +111,7 @@ class Trainer:
     wants_schedule: bool = False
     strategy: str = ""
     formats: tuple[str, ...] = ()
+    tag: str = ""
     parts: tuple[DistParts, ...] = ()
     megatrons: str = ""
     counts: bool = True

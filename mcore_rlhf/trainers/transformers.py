@@ -17,6 +17,7 @@ TRAINER = Trainer(
     resumes="highest",
     skips="trainer_state.json",
     counters=Counters("trainer_state.json", "global_step"),
-    formats=("hf-trainer",),
+    formats=("hf-trainer", "deepspeed"),
+    tag="global_step{step}",
     told='trainer.train(resume_from_checkpoint="{path}")',
 )

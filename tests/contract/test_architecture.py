@@ -386,7 +386,10 @@ _OTHER_THINGS = {
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
-    **{f"trainers/{name}.py": "what the trainer is given" for name in ("areal", "nemo_rl", "openrlhf", "rlinf", "torchtitan", "verl")},
+    **dict.fromkeys(
+        (f"trainers/{name}.py" for name in ("accelerate", "areal", "nemo_rl", "openrlhf", "rlinf", "torchtitan", "transformers", "verl")),
+        "what the trainer is given",
+    ),
 }  # fmt: skip
 
 

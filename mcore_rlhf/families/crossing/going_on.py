@@ -22,7 +22,7 @@ from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, 
 from mcore_rlhf.models.huggingface.config import packed_in
 
 from .packing import from_modules, repacked
-from .schedule import PER_GROUP
+from .schedule import BATCHES, PER_GROUP, in_ticks, ticks
 from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
@@ -192,30 +192,37 @@ def _different(ours: ParamGroup, run: ParamGroup) -> list[tuple[str, str, str]]:
 
 def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], notes: Report) -> dict[str, object] | None:
     """The run's scheduler where the source has come to; the source's own where it is torch's already."""
-    own, run, at = source.state.scheduler, like.state.scheduler, source.state.iteration
+    run, at, times = like.state.scheduler, source.state.iteration, ticks(like.state.scheduler, like.state.iteration)
+    own = source.state.scheduler
     if run is None:
         return own
     rates, count = [group.fields.get("lr") for group in groups], scheduled_groups(run) or 1
     if own is not None and own.keys() >= run.keys():
-        lambdas, theirs = own.get(LAMBDAS), run.get(LAMBDAS)
-        if isinstance(lambdas, list) and isinstance(theirs, list) and not any(lambdas):
-            own = {**own, LAMBDAS: theirs[:1] * len(lambdas)}  # functions have no state: None, or {}, as the run has it
-            notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.SCHEDULER, LAMBDAS))
-        had = own.get(BASE_LRS)
-        if (
-            isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)
-        ):  # dealt otherwise on the way
-            text = f"lr_scheduler: its learning rates of {len(had)} param groups, all the same, become those of {count}"
-            notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
-            return {
-                key: value[:1] * count if key in PER_GROUP and isinstance(value, list) else value
-                for key, value in own.items()
-            }
-        return own
+        return _in_groups(in_ticks(own, at, times if EPOCH in run else 0, notes), run, count, notes)
+    if isinstance(counted := run.get(BATCHES), int) and EPOCH not in run:  # one of DeepSpeed's own
+        notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at step {at}", Item(Kind.SCHEDULER))
+        return {**run, BATCHES: max(-1, counted + at - like.state.iteration)}
     last = rates if len(rates) == count or PARTS in run else rates[:1] * count
-    text = f"lr_scheduler: the run's, at last_epoch {at}, with the learning rates of the param groups"
+    text = f"lr_scheduler: the run's, at last_epoch {at * times}, with the learning rates of the param groups"
     notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
-    return schedule_at(run, at, last)
+    return schedule_at(run, at * times, last)
+
+
+def _in_groups(own: dict[str, object], run: Mapping[str, object], count: int, notes: Report) -> dict[str, object]:
+    """The source's own scheduler with a value for each of the run's param groups, where all of its own are the same."""
+    lambdas, theirs = own.get(LAMBDAS), run.get(LAMBDAS)
+    if isinstance(lambdas, list) and isinstance(theirs, list) and not any(lambdas):
+        own = {**own, LAMBDAS: theirs[:1] * len(lambdas)}  # functions have no state: None, or {}, as the run has it
+        notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.SCHEDULER, LAMBDAS))
+    had = own.get(BASE_LRS)
+    if (
+        isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)
+    ):  # dealt otherwise on the way
+        text = f"lr_scheduler: its learning rates of {len(had)} param groups, all the same, become those of {count}"
+        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
+        fitting = {key: value[:1] * count for key, value in own.items() if key in PER_GROUP and isinstance(value, list)}
+        return {**own, **fitting}
+    return own
 
 
 def schedule_at(state: Mapping[str, object], at: int, rates: list[object]) -> dict[str, object]:

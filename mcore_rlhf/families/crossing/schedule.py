@@ -11,10 +11,13 @@ from dataclasses import replace
 from math import isclose
 from typing import cast
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
+from mcore_rlhf.families.fsdp.state import EPOCH
 from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, Source
 
 _INNER = "_schedulers"
+COUNTED, BATCHES = "_step_count", "last_batch_iteration"
 PER_GROUP = (BASE_LRS, LAST_LRS, LAMBDAS, "max_lrs", "min_lrs")
 """What torch's schedulers keep for each group."""
 
@@ -39,10 +42,41 @@ def with_fitting_schedule(source: Source) -> Source:
     base = cast(list[object], scheduler[BASE_LRS])
     notes, order = source.notes.copy(), _owners(scheduler, base, groups)
     notes.through([_FITTING if order else _UNKNOWN], {"base": base, "had": len(base), "has": len(groups)})
-    dealt: dict[str, object] = {"last_batch_iteration": source.state.iteration - 1}
+    dealt: dict[str, object] = {BATCHES: source.state.iteration - 1}
     if order is not None:
         dealt = _dealt(scheduler, len(base), order)
     return replace(source, state=replace(source.state, scheduler=dealt), notes=notes)
+
+
+def ticks(scheduler: Mapping[str, object] | None, steps: int) -> int:
+    """How often a scheduler counts in a step: under accelerate once for every process.
+
+    Source: accelerate 1.15.0, ``scheduler.py`` (``AcceleratedScheduler.step``).
+
+    Args:
+        scheduler: Its state; None where there is none.
+        steps: How many steps it has seen.
+    """
+    at = None if scheduler is None else scheduler.get(EPOCH)
+    return at // steps if isinstance(at, int) and 0 < steps <= at and at % steps == 0 else 1
+
+
+def in_ticks(scheduler: Mapping[str, object], steps: int, times: int, notes: Report) -> dict[str, object]:
+    """A scheduler's state that counts as often in a step as that of the run which goes on.
+
+    Args:
+        scheduler: The source's.
+        steps: How many steps it has seen.
+        times: How often the run's counts; 0 where nobody knows.
+        notes: Told where it counts otherwise.
+    """
+    own = ticks(scheduler, steps)
+    if times in (0, own) or EPOCH not in scheduler:
+        return dict(scheduler)
+    at, told = steps * times, [Item(Kind.SCHEDULER, key) for key in (EPOCH, COUNTED)]
+    text = f"lr_scheduler: {EPOCH} {scheduler[EPOCH]} → {at}: the run counts {times} for a step, the source {own}"
+    notes.add(Fate.DERIVED, text, *told)
+    return {**scheduler, EPOCH: at, COUNTED: at + 1}
 
 
 def with_lambdas(source: Source) -> Source:

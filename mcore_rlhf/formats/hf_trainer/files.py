@@ -13,9 +13,6 @@ from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
 
 SCALER = "scaler.pt"
 """Of both: torch's ``GradScaler``."""
-COUNTERS, STEP = "trainer_state", "global_step"
-"""The key of client state under which the Trainer's counters travel, and the one of them that is the iteration."""
-
 ALIKE = (TRANSFORMERS.format, ACCELERATE.format)
 """Formats whose files have the same places."""
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.crossing.schedule import ticks
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.families.trainer_counters import read_counters
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 
-from .files import STEP
 from .optimizer import OptimizerFile
-from .reader import read_counters
 
 SHARDED = "pytorch_model_fsdp_0"
 """What of an FSDP run's two folders has the model. Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``)."""
@@ -76,8 +76,8 @@ class Like:
         if not is_sharded(folder) and not (folder / files.optimizer).is_file():
             if next(folder.glob("*/*_model_states.pt"), None) is not None:
                 raise Unsupported(
-                    f"--like: {folder} was saved under DeepSpeed; such folders are read, and not written\n"
-                    "--to deepspeed writes what DeepSpeed itself loads; schedule and random states are then the script's own."
+                    f"--like: {folder} was saved under DeepSpeed, and --to {files.format} writes the files of a run without it\n"
+                    "--to accelerate or --to transformers writes a step as that is, in a run's folder."
                 )
             raise UsageError(
                 f"--like: {folder} has no {files.optimizer}\nGive a checkpoint that the trainer itself wrote, of any step."
@@ -94,37 +94,7 @@ class Like:
         known = tree if isinstance(tree, Mapping) else {}
         return cls(groups, known, counters, ranks, (folder / PICKLED).is_file())
 
-    def counters_at(self, iteration: int) -> dict[str, object]:
-        """Its counters at another step: what is of the run stays, what is of the step is left out or counted on."""
-        own, step = {key: value for key, value in self.counters.items() if key not in _OF_STEP}, self.counters.get(STEP)
-        epoch = self.counters.get("epoch")
-        if isinstance(epoch, int | float) and isinstance(step, int) and step > 0:
-            own["epoch"] = epoch * iteration / step
-        return {"stateful_callbacks": _CALLBACKS, **own, STEP: iteration}
-
     def epochs_of_schedule(self) -> int:
-        """How often the scheduler counts in a step: accelerate's once for every process.
-
-        Source: accelerate 1.15.0, ``scheduler.py`` (``AcceleratedScheduler.step``).
-        """
-        at, steps = self.scheduler.get("last_epoch"), [group.fields.get("step") for group in self.groups]
-        taken = max((int(float(step)) for step in steps if step is not None), default=0)  # type: ignore[arg-type]
-        return at // taken if isinstance(at, int) and taken > 0 and at >= taken and at % taken == 0 else 1
-
-
-_CALLBACKS = {
-    "TrainerControl": {
-        "args": dict.fromkeys(
-            ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
-        ),
-        "attributes": {},
-    }
-}
-"""What every run of the Trainer's has, which stops at its next save without it.
-
-Source: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``), ``trainer_callback.py`` (``TrainerControl.state``).
-"""
-_OF_STEP = (
-    "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
-)  # fmt: skip
-"""Source: transformers 5.23.0, ``trainer_callback.py`` (``TrainerState``)."""
+        """How often the scheduler counts in a step; 0 where nothing says it."""
+        taken = [int(float(step)) for group in self.groups if (step := group.fields.get("step")) is not None]  # type: ignore[arg-type]
+        return ticks(self.scheduler, max(taken)) if taken and self.scheduler else 0

@@ -11,7 +11,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.state import EPOCH
@@ -22,19 +22,18 @@ from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.trainer_counters import COUNTERS, STEP, read_counters
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import packed_in
-from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, absolute, cannot_open
+from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import whole_entry
 
-from .files import COUNTERS, SCALER, STEP, HfRunState
+from .files import SCALER, HfRunState
 from .optimizer import OptimizerFile, trainable_order
 
-_MOST_STEPS = 10**15
 _CALLED = re.compile(r"checkpoint-(\d{1,18})")
 
 
@@ -53,31 +52,6 @@ def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights:
     own = not weights.weights_only  # has the optimizer in files of its own
     source = weights.read(path, options if own else replace(options, optimizer=False))
     return _RunReader(path, options, files, source, own).source()
-
-
-def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
-    """The Trainer's counters; empty where there are none.
-
-    Args:
-        path: The checkpoint's folder.
-        files: What its files are called.
-
-    Raises:
-        CheckpointError: They are no JSON, or say no step that a run has.
-    """
-    file = path / files.counters
-    if not files.counters or not file.is_file():
-        return {}
-    try:
-        found = reading.read_json(file)
-    except OSError as error:
-        raise cannot_open(error, file) from error
-    except ValueError as error:
-        raise Corrupt(f"{file}: is no JSON: {error}\nCopy the file again from where it came from.") from None
-    step = found.get(STEP) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise Unsupported(f"{file}: expected an object whose {STEP} is a number of steps, found {step!r:.60}")
-    return found
 
 
 def _mapping(value: object) -> Mapping[str, object]:

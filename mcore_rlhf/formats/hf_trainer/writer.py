@@ -8,7 +8,6 @@ Source: transformers 5.23.0, ``trainer.py`` (``create_optimizer``, ``get_decay_p
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +20,10 @@ from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
-from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
+from mcore_rlhf.families.crossing.schedule import in_ticks, with_fitting_schedule
 from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
-from mcore_rlhf.families.fsdp.state import EPOCH, MADE, is_of_one, random_states, scheduler_state
+from mcore_rlhf.families.fsdp.state import MADE, is_of_one, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
@@ -32,12 +31,12 @@ from mcore_rlhf.families.module import CONFIG, ModuleState, described, loose_val
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
-from mcore_rlhf.families.trainer_files import RunFiles, of_ranks, rng_item
+from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
+from mcore_rlhf.families.trainer_files import RunFiles, new_states, of_ranks, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
-from .files import ALIKE, COUNTERS, SCALER, HfRunState
-from .files import STEP as GLOBAL_STEP
+from .files import ALIKE, SCALER, HfRunState
 from .like import PICKLED, Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
 
@@ -150,7 +149,7 @@ class _RunTarget:
         self._put_scaler()
         texts, lost = self._sidecar().texts()
         report.through((*_RULES, *(rule.of_part(lambda _: lost) for rule in UNHELD)), self)
-        texts |= self._counters()
+        texts |= self._counters(report)
         numbered = self.optimizer and not self.sharded
         parts = [TargetFile(self.files.optimizer, partial(self._layout, source.state.groups))] if numbered else []
         moments = self.source.catalog.of_states(self.source.states)
@@ -202,17 +201,19 @@ class _RunTarget:
         """The run's own, where it is torch's; one that has made as many steps otherwise, from the learning rates of ``--like``."""
         own, groups = HfRunState.of(self.source), len(source.state.groups)
         if own is not None and scheduled_groups(own.schedule) == groups:
-            return dict(own.schedule)
+            return in_ticks(own.schedule, source.state.iteration, self.like.epochs_of_schedule(), report)
         if scheduled_groups(source.state.scheduler) not in (None, 0, groups):
             fitting = with_fitting_schedule(source)
             report.lines += [line for line in fitting.notes.lines if line not in report.lines]
             source = replace(source, state=fitting.state)
         report.through([MADE], source)
-        made, times = scheduler_state(source), self.like.epochs_of_schedule()
         known = is_of_one(source.state.scheduler)
-        if not known and times > 1:
-            made[EPOCH] = source.state.iteration * times
-            made["_step_count"] = source.state.iteration * times + 1
+        made = in_ticks(
+            scheduler_state(source),
+            source.state.iteration,
+            self.like.epochs_of_schedule(),
+            report if known else Report(),
+        )
         return (
             made if known else {**{key: value for key, value in self.like.scheduler.items() if key not in made}, **made}
         )
@@ -240,8 +241,7 @@ class _RunTarget:
         at, ranks = self.source.state.iteration, self.ranks
         if self.rng != "derive":
             return self.kept_rng if self.rng == "keep" else []
-        made = (random_states(_seed(f"mcore_rlhf rng {at} rank {rank}")) for rank in range(ranks))
-        return [{key: value for key, value in states.items() if key != "cuda"} for states in made]
+        return [*new_states(at, ranks)]
 
     def _put_scaler(self) -> None:
         """Torch's loss scaler, where the run's adapts itself."""
@@ -255,23 +255,13 @@ class _RunTarget:
             made = {"scale": float(values["cur_scale"]), "growth_factor": growth, "backoff_factor": 1 / growth}
             self._put(SCALER, {**made, "growth_interval": values["scale_window"], "_growth_tracker": max(0, passed)})
 
-    def own_counters(self) -> dict[str, object] | None:
-        """The source's counters, where they are of its step."""
-        own = self.source.state.other.get(COUNTERS)
-        return dict(own) if isinstance(own, dict) and own.get(GLOBAL_STEP) == self.source.state.iteration else None
-
-    def _counters(self) -> dict[str, str | bytes]:
-        """The Trainer's counters: the source's, those of ``--like``, or the step and what the Trainer cannot do without."""
+    def _counters(self, report: Report) -> dict[str, str | bytes]:
+        """The Trainer's counters, where it has a file for them."""
         if not self.files.counters:
             return {}
-        own = self.own_counters()
-        counters = {_BATCH: self.batch(), **self.like.counters_at(self.source.state.iteration)} if own is None else own
-        return {self.files.counters: json.dumps(counters, indent=2, sort_keys=True) + "\n"}
-
-    def batch(self) -> int:
-        """Samples that a rank takes at a time: as the source's run did, or else as the Trainer's own default says."""
-        found = self.source.state.args.get("train_micro_batch_size_per_gpu")
-        return found if isinstance(found, int) and found > 0 else _DEFAULT_BATCH
+        found = NewCounters(self.source, self.files, self.like.counters)
+        report.through(COUNTED, found)
+        return {self.files.counters: found.text()}
 
     def _sidecar(self) -> Sidecar:
         """Everything that the files have no place for; weights are the fp32 masters where there are any."""
@@ -294,14 +284,6 @@ class _RunTarget:
         return {name: path for name, path in self.base.carried.items() if name not in written}
 
 
-def _seed(text: str) -> bytes:
-    """What random states are made of. They begin with it, and it with a byte that no pickle begins with: what is written is looked into
-    for pickles, and of so many ranks' states one would look like one.
-    """
-    digest = hashlib.sha256(text.encode()).digest()
-    return bytes((digest[0] & 0x5F | 0xA0, *digest[1:]))
-
-
 def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
     fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP, *OF_MEGATRON)}
     return {**fields, PARAMS: [numbers[name] for name in group.params]}
@@ -312,11 +294,6 @@ def _of_each(target: _RunTarget) -> list[Item]:
     return [rng_item(rank) for rank in range(len(target.kept_rng))]
 
 
-_BATCH, _DEFAULT_BATCH = "train_batch_size", 8
-"""What the Trainer divides when it resumes, so that it has to be there.
-
-Source: transformers 5.23.0, ``trainer_utils.py`` (``compare_trainer_and_checkpoint_args``), ``training_args.py``.
-"""
 _NEW_STATES = "rng: new states for {found}, from iteration {0.source.state.iteration}"
 _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
@@ -324,13 +301,9 @@ _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)], told=False),
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and {"found": of_ranks(t.ranks), "of": _of_each(t)}, told=False),
     Rule(Fate.KEPT, "", lambda t: t.rng == "keep" and {"of": _of_each(t)}, told=False),
-    Rule(Fate.DERIVED, "{0.files.counters}: as --like has them, at this step",
-         lambda t: t.files.counters and t.own_counters() is None and t.like.counters),
-    Rule(Fate.DERIVED, f"{{0.files.counters}}: {GLOBAL_STEP}, and {_BATCH} {{found}}, which the Trainer compares with its own and warns "
-         "of (with auto_find_batch_size it begins with it); it logs, evaluates and saves every 500 steps then, whatever its arguments say; "
-         "--like FOLDER gives the run's own",
-         lambda t: t.batch() if t.files.counters and t.own_counters() is None and not t.like.counters else None),
+    Rule(Fate.NOTE, "the source's run is under DeepSpeed, and one without it loads what is written; --to accelerate, or transformers, with "
+         "--zero-stage N or --like STEP writes a step of such a run", lambda t: t.module.beside is not None),
     Rule(Fate.NOTE, f"weights: in safetensors, where --like has {PICKLED}: the run goes on with save_safetensors=True",
          lambda t: t.like.pickled),
 )  # fmt: skip
-"""What becomes of random states and counters, and what the run is to be told."""
+"""What becomes of random states, and what the run is to be told."""
