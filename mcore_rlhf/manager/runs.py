@@ -306,12 +306,18 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
             f"{root}: holds steps of two trainers: {listed}\nGive the folder of the step that is meant, or move those of the other away."
         )
     if not trainers:
-        return None
+        return _within(root)
     (trainer,) = trainers  # those that it saves with may have written some of its steps, as far as these show
     found = _by_worth([replace(one, trainer=trainer) for one in found])
     steps_of = {one.step: one for one in found}
     again = tuple(one for one in found if one is not steps_of[one.step])
     return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)), again)
+
+
+def _within(folder: ReadablePath) -> TrainerRun | None:
+    """The run in the folder that its trainer was given, where the root has a name of the trainer's own."""
+    likely = ((one, folder / one.within) for one in TRAINERS if one.within and (folder / one.within).is_dir())
+    return next((found for one, root in likely if (found := run_at(root)) is not None and found.trainer is one), None)
 
 
 def _by_worth(found: list[TrainerStep]) -> list[TrainerStep]:

@@ -134,6 +134,7 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
     path = absolute(path)
     if not path.is_dir():
         raise NotACheckpoint(f"{path}: " + ("expected a folder, found a file" if path.exists() else "no such folder"))
+    path = _root_in(path, loader.trainer)
     taken = take(path, loader, settings)
     roles: dict[str, list[Prospect]] = {}
     notes, doubtful = list[str](), list[str]()
@@ -193,6 +194,13 @@ def _is_step(path: ReadablePath, trainer: Trainer) -> bool:
     if trainer.step_of(path.name) is not None:
         return True
     return not _holds_steps(path, trainer) and (trainer.wrote(path) or (trainer.alone and is_model(path)))
+
+
+def _root_in(path: ReadablePath, trainer: Trainer) -> ReadablePath:
+    """The run's root in a folder that its trainer was given, or the path itself."""
+    inner = path / trainer.within
+    above = trainer.within and trainer.step_of(path.name) is None and not _holds_steps(path, trainer)
+    return inner if above and inner.is_dir() and _holds_steps(inner, trainer) else path
 
 
 def _holds_steps(path: ReadablePath, trainer: Trainer) -> bool:

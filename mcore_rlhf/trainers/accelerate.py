@@ -12,6 +12,7 @@ TRAINER = Trainer(
     title="accelerate",
     steps=("checkpoint_{step}", "step_{step}", "checkpoint-{step}", "step-{step}"),
     marks=("random_states_*.pkl",),
+    within="checkpoints",
     resumes="named",
     formats=("hf-accelerate", "deepspeed"),
     tag="pytorch_model",

@@ -16,6 +16,7 @@ TRAINER = Trainer(
     marks=("trainer/.metadata", "trainer/*.distcp", "orchestrator/progress.pt"),
     roles={"actor": ("trainer",)},
     needs=("trainer/.metadata",),
+    within="checkpoints",
     resumes="highest",
     told="--ckpt.resume-step {step}",
 )

@@ -16,6 +16,7 @@ TRAINER = Trainer(
     steps=("global_step_{step}",),
     marks=("data/data.pt", "*/dcp_checkpoint", "*/local_shard_checkpoint", "*/model_state_dict", "*/iter_*"),
     roles={"actor": ("actor",), "critic": ("critic",)},
+    within="checkpoints",
     resumes="highest",
     data="data/data.pt",
     second_group=("value_head",),

@@ -51,6 +51,7 @@ class Trainer:
             the trainer that it saves with, where nothing in the step does.
         over: Trainers that it saves with, whose files lie in its own steps as well.
         roles: Role → places in a step where its model may lie, the likeliest first; :data:`HERE` for the step's folder itself.
+        within: What the root is called in the folder that the trainer is given, and which people name for it; empty where they are one.
         by_role: Whether the root has a folder for each role, with steps in it; the places of roles are those folders then.
         aside: What a step's folder is called while it is written or replaced.
         needs: Files without which it does not go on from a step, each one or, with ``|`` between them, one of several.
@@ -91,6 +92,7 @@ class Trainer:
     beside: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"actor": (HERE,)})
+    within: str = ""
     by_role: bool = False
     aside: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -16,8 +16,10 @@ from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.manager.runs import listed_steps, run_at, step_at
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers import lightning
 from mcore_rlhf.trainers.known import TRAINERS, left_by_trainers
+from mcore_rlhf.trainers.resuming import Settings
 from mcore_rlhf.trainers.table import Trainer
 from tests.helpers import trainer_tables
 
@@ -242,3 +244,26 @@ def test_a_link_out_of_a_run_is_not_followed(tmp_path: Path) -> None:
 def test_the_page_has_the_tables_as_they_are() -> None:
     page = trainer_tables.PAGE.read_text(encoding="utf-8")
     assert trainer_tables.written(page) == page, "python -m tests.helpers.trainer_tables writes it"
+
+
+@pytest.mark.parametrize(
+    ("golden", "within", "trainer"),
+    [
+        (GOLDENS / "torchtitan" / "checkpoint", "checkpoint", "torchtitan"),
+        (GOLDENS / "trainers" / "ac_ds2", "checkpoints", "accelerate"),
+        (GOLDENS / "trainers" / "rl_fsdp2" / "grpo" / "checkpoints", "checkpoints", "rlinf"),
+    ],
+)
+def test_the_folder_that_a_trainer_was_given_is_its_run(
+    golden: Path, within: str, trainer: str, tmp_path: Path
+) -> None:
+    """torchtitan's ``dump_folder`` opened as a step with a model of the role ``checkpoint``."""
+    shutil.copytree(golden, tmp_path / "given" / within, ignore=shutil.ignore_patterns("COMPLETED"))
+    run = run_at(tmp_path / "given")
+    assert run is not None
+    assert (run.trainer.name, run.root) == (trainer, tmp_path / "given" / within)
+    step = find(tmp_path / "given", ReadOptions())
+    assert [*step.models] in ([""], ["actor"])
+    assert forecast(tmp_path / "given", loader_named(trainer)[0], Settings()).taken.folder == run.found[3].folder
+    shutil.copytree(golden, tmp_path / "given", dirs_exist_ok=True)
+    assert run_at(tmp_path / "given").root == tmp_path / "given"  # type: ignore[union-attr]  # steps of its own come first
