@@ -51,7 +51,7 @@ from .job import ConversionJob
 from .output import Facts, count, duration, emit_json, print_facts, rate, say, size
 from .progress import shown_progress
 from .verifying import verdict_line, verify_facts
-from .will_resume import after_conversion, resumes_text
+from .will_resume import after_conversion, headed, resumes_text
 
 _HALF_UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to a type: half a unit in the last place."""
@@ -67,7 +67,8 @@ def run(job: ConversionJob, json: bool) -> None:
 
     Raises:
         CheckpointError: It cannot be done; nothing was published.
-        click.exceptions.Exit: With code 1, where ``--verify`` finds the published target to be wrong.
+        click.exceptions.Exit: With code 1, where ``--verify`` finds the published target to be wrong, or with ``--strict`` where the
+            trainer whose run it went into would stop at it.
     """
     subject = job.subject()
     if job.part is not None:
@@ -87,7 +88,7 @@ def run(job: ConversionJob, json: bool) -> None:
     else:
         print_choice(subject.chosen)
         (_print_model if done.source.alone else print_step)(facts)
-    if not all(proof["proved"] for proof in proofs.values()):
+    if not all(proof["proved"] for proof in proofs.values()) or (job.options.strict and facts.get("stops")):
         raise click.exceptions.Exit(1)
 
 
@@ -129,8 +130,8 @@ def _model_facts(job: ConversionJob, step: StepJob, seconds: float, proofs: dict
 
     Keys: ``name`` of the job; ``source``; ``target`` (``path``, ``format``, ``parallel``); ``tensors`` read, ``files``,
     ``copies``, ``bytes`` written, ``seconds``, ``bytes_per_second``; ``casts``; ``lossless``; ``account``; ``report``;
-    ``load`` (the framework's options); into a trainer's run ``resumes``; with ``--verify`` also ``verify``, ``diff`` and
-    ``proved``; ``chosen``.
+    ``load`` (the framework's options); into a trainer's run ``for``, ``resumes`` and ``stops``; with ``--verify`` also ``verify``,
+    ``diff`` and ``proved``; ``chosen``.
     """
     ((role, done),) = step.jobs.items()
     target, with_optimizer = (
@@ -169,7 +170,7 @@ def _resumes(step: StepJob) -> Facts:
     """What the trainer would restore whose run it was converted into; nothing where it was none's."""
     if not step.trainer or step.published is None:
         return {}
-    return {"resumes": after_conversion(step.published, step.trainer, step.told)}
+    return {"for": step.told.partition(":")[0], **after_conversion(step.published, step.trainer, step.told)}
 
 
 def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] | None = None) -> Facts:
@@ -177,7 +178,8 @@ def step_job_facts(job: StepJob, seconds: float = 0.0, proofs: dict[str, Facts] 
 
     Keys: ``path``, ``chosen``, ``step``; ``target`` (null where it was only planned); ``models`` by role (``source``, ``target``,
     ``copies``, ``bytes``); ``carried`` files; ``bytes``; ``lossless``; ``account`` and ``report`` (of the ``step``, and by
-    role); once converted also ``seconds`` and ``load``, and into a trainer's run ``resumes``; with ``--verify`` also ``proofs`` by role.
+    role); once converted also ``seconds`` and ``load``, and into a trainer's run ``for``, ``resumes`` and ``stops``; with
+    ``--verify`` also ``proofs`` by role.
     """
     models = {
         role: {
@@ -402,7 +404,8 @@ def _dtypes(source: Source) -> set[str]:
 
 def _print_model(facts: Facts) -> None:
     target = facts["target"]
-    say(f"converted {facts['name']}" if facts["name"] else "converted")
+    for line in headed(f"converted {facts['name']}" if facts["name"] else "converted", facts):
+        say(line)
     print_facts(
         [
             ("source", source_text(facts["source"])),
@@ -429,7 +432,8 @@ def _written(facts: Facts) -> str:
 
 def print_step(facts: Facts) -> None:
     """Print what ``convert`` of a step did, or ``plan`` says that it would do."""
-    say("converted" if facts["target"] else "plan (nothing was written)")
+    for line in headed("converted" if facts["target"] else "plan (nothing was written)", facts):
+        say(line)
     lines = [("source", facts["path"]), ("target", facts["target"] or "")]
     for role, model in facts["models"].items():
         lines.append((role, f"{source_text(model['source'])} → {layout_text(model['target']['parallel'])}"))

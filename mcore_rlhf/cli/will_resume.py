@@ -52,8 +52,11 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
         raise click.exceptions.Exit(1)
 
 
-def after_conversion(root: ReadablePath, trainer: str, told: str = "") -> dict[str, dict[str, list[str]]]:
-    """What a trainer would restore of a run that was made for it: by role, outcome → things; nothing where that cannot be said.
+def after_conversion(root: ReadablePath, trainer: str, told: str = "") -> Facts:
+    """What a trainer would restore of a run that was made for it; nothing where that cannot be said.
+
+    Keys: ``resumes``: by role, outcome → things; ``stops``: why its loader would stop at the run, a text for each reason; none where it
+    would not.
 
     Args:
         root: Of the run.
@@ -64,7 +67,40 @@ def after_conversion(root: ReadablePath, trainer: str, told: str = "") -> dict[s
         found = forecast(root, loader_named(trainer)[0], Settings(dict(_SWITCHED.findall(told))))
     except CheckpointError:  # the conversion is done, and this is a word about it
         return {}
-    return {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()}
+    return {
+        "resumes": {role: dict(_grouped(prospects)) for role, prospects in found.roles.items()},
+        "stops": list(_stops(found)),
+    }
+
+
+def _stops(found: Forecast) -> Iterator[str]:
+    """Why a loader stops, with the things that it stops at."""
+    if found.taken.stops:
+        yield found.taken.why
+    for role, prospects in found.roles.items():
+        refused: dict[str, list[str]] = {}
+        for one in prospects:
+            if one.row.outcome is Outcome.REFUSED:
+                refused.setdefault(one.why, []).append(one.thing.value)
+        whose = f"{role}: " if role and len(found.roles) > 1 else ""
+        yield from (f"{whose}{', '.join(things)}: {why}" for why, things in refused.items())
+
+
+def headed(done: str, facts: Facts) -> list[str]:
+    """The first lines about a conversion: that it is done, and plainly where the trainer's own loader would stop at it.
+
+    Args:
+        done: The first word.
+        facts: Its own, with those of :func:`after_conversion`.
+    """
+    stops = facts.get("stops", [])
+    if not stops:
+        return [done]
+    return [
+        f"{done}, but {facts['for']} stops when it loads this:",
+        *(f"  {why}" for why in stops),
+        "  mcore-rlhf will-resume says where in its code; another trainer, or a format of its own, may hold what this one does not.",
+    ]
 
 
 def of_a_run(root: ReadablePath) -> Facts | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_rlhf.core.facts import Fate, Rule
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.models.huggingface.config import method_of, packed_in
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES, release_noted
@@ -373,6 +373,7 @@ def _with_schedule(p: Passage) -> Source:
 
     notes = p.source.notes.copy()
     notes.through([MADE], p.source)
+    notes.settle(Fate.DERIVED, "as the trainer's is", Item(Kind.SCHEDULER))
     return replace(p.source, notes=notes, state=replace(p.source.state, scheduler=scheduler_state(p.source)))
 
 

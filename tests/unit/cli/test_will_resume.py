@@ -71,8 +71,36 @@ def test_a_conversion_says_what_its_trainer_would_restore(cli: Cli, tmp_path: Pa
     assert outcomes["started anew"] == ["data"]
     assert {"weights", "optimizer", "scheduler", "RNG"} <= {*outcomes["restored"]}
     assert "refused" not in outcomes
+    assert (done["for"], done["stops"]) == ("verl", [])
     again = cli("will-resume", tmp_path / "verl", "--trainer", "verl", "--json").json
     assert {one["thing"] for one in again["roles"]["actor"] if one["outcome"] == "started anew"} == {"data"}
+
+
+@pytest.mark.parametrize(
+    ("golden", "trainer", "why"),
+    [
+        (
+            "deepspeed_muon/z2_bf16_dp2",
+            "verl",
+            "verl stops when it loads this:\n  optimizer, param groups: optim_world_size_2",
+        ),
+        ("deepspeed_muon/z2_bf16_dp2", "rlinf", "RLinf stops when it loads this:\n  weights, optimizer, param groups"),
+        (
+            "transformers/adapter",
+            "accelerate",
+            "accelerate stops when it loads this:\n  weights: neither model.safetensors nor",
+        ),
+    ],
+)
+def test_what_stops_its_trainer_is_said_first(cli: Cli, tmp_path: Path, golden: str, trainer: str, why: str) -> None:
+    """The tensors are right, and are written; a script hears of it by ``--strict``."""
+    words = ("convert", GOLDENS / golden, "--to", trainer, "--no-fsync")
+    told = cli(words[0], words[1], tmp_path / "a", *words[2:])
+    assert told.code == 0
+    assert told.stdout.startswith(f"converted, but {why}"), told.stdout
+    strict = cli(words[0], words[1], tmp_path / "b", *words[2:], "--strict", "--json")
+    assert (strict.code, len(strict.json["stops"])) == (1, 1)
+    assert (tmp_path / "b").is_dir()
 
 
 @pytest.mark.parametrize(
