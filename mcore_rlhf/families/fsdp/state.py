@@ -15,10 +15,11 @@ from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cu
 from .groups import STEP, completed
 
 SCHEDULERS, SCHEDULER, RNG, VERSION = "lr_schedulers", "lr_scheduler", "rng", "fsdp_version"
-ONE_SCHEDULER = (SCHEDULER, "scheduler")
+IN_OPTIMIZER, _OPTIMIZER, BESIDE_OPTIMIZER = "optim.sched", "optim", "sched"
+"""NeMo-RL's, beside the optimizer's state (7ea279a, ``nemo_rl/utils/native_checkpoint.py``, ``OptimizerState``), and its DTensor v2's
+(nemo_automodel 0.4.0, ``components/checkpoint/stateful_wrappers.py``, ``OptimizerState``)."""
+ONE_SCHEDULER = (SCHEDULER, "scheduler", BESIDE_OPTIMIZER)
 """Keys of a lone one: RLinf's and torchtitan's, and prime-rl's (047eeea, ``src/prime_rl/trainer/ckpt.py``, ``AppState``)."""
-IN_OPTIMIZER, _OPTIMIZER, _SCHEDULE = "optim.sched", "optim", "sched"
-"""NeMo-RL's, beside the optimizer's state (7ea279a, ``nemo_rl/utils/native_checkpoint.py``, ``OptimizerState``)."""
 EPOCH = "last_epoch"
 PARTS = "_schedulers"
 """Of a schedule that is made of several, one after the other: what a ``LambdaLR``, which other trainers have, could not take."""
@@ -45,14 +46,14 @@ def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, 
             del other[key]
             return dict(one), other
     if (found := _in_optimizer(other)) is not None:
-        left = {key: value for key, value in cast(Any, other.pop(_OPTIMIZER)).items() if key != _SCHEDULE}
+        left = {key: value for key, value in cast(Any, other.pop(_OPTIMIZER)).items() if key != BESIDE_OPTIMIZER}
         return found, {**other, **({_OPTIMIZER: left} if left else {})}
     return None, other
 
 
 def _in_optimizer(rest: Mapping[str, object]) -> dict[str, object] | None:
     beside = rest.get(_OPTIMIZER)
-    found = beside.get(_SCHEDULE) if isinstance(beside, Mapping) else None
+    found = beside.get(BESIDE_OPTIMIZER) if isinstance(beside, Mapping) else None
     return dict(found) if isinstance(found, dict) and EPOCH in found else None
 
 
@@ -64,7 +65,7 @@ def placed(key: object, scheduler: dict[str, object]) -> dict[str, object]:
         scheduler: The state.
     """
     if key == IN_OPTIMIZER:
-        return {_OPTIMIZER: {_SCHEDULE: scheduler}}
+        return {_OPTIMIZER: {BESIDE_OPTIMIZER: scheduler}}
     return {str(key): scheduler} if key in ONE_SCHEDULER else {SCHEDULERS: [scheduler]}
 
 

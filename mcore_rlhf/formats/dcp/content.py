@@ -17,6 +17,7 @@ from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
 from mcore_rlhf.families.fsdp.state import (
+    BESIDE_OPTIMIZER,
     EPOCH,
     IN_OPTIMIZER,
     RNG,
@@ -33,9 +34,9 @@ from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import NEMO_APART, NEMO_RL, RLINF_FOLDER
+from .folders import NEMO_APART, NEMO_RL, NEMO_V2_APART, RLINF_FOLDER
 from .fused import FUSED, FusedParam, fused_again
-from .keys import AREAL, KEYS_OF, LAYOUTS, RLINF, KeyLayout, Style, flattened, joined
+from .keys import AREAL, KEYS_OF, LAYOUTS, NEMO_V2, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState
 
 _FSDP2 = "fsdp2"
@@ -102,7 +103,7 @@ def _as_before(source: Source, choices: Choices) -> dict[str, object]:
 def _keeps_schedule(source: Source) -> bool:
     """Whether a schedule of several goes back to the trainer that has such ones."""
     at = ModuleState.needed(source, "dcp").laid_out.get("scheduler")
-    return at == IN_OPTIMIZER and EPOCH in (source.state.scheduler or {})
+    return at in (IN_OPTIMIZER, BESIDE_OPTIMIZER) and EPOCH in (source.state.scheduler or {})
 
 
 def _of_run(scheduler: Mapping[str, object], groups: object) -> dict[str, object]:
@@ -162,7 +163,7 @@ class Choices:
         """The DCP folder, below the target's, in which a key lies."""
         if not self.apart:
             return self.inner
-        return self.apart[self.optimizer and path[:1] == (self.layout.optimizer or ())[:1]]
+        return self.apart[self.optimizer and self.layout.parse(path).kind != "model"]
 
 
 def choose(source: Source, options: WriteOptions) -> Choices:
@@ -188,9 +189,8 @@ def choose(source: Source, options: WriteOptions) -> Choices:
         layout = replace(layout, optimizer=None)
     elif layout.optimizer is None:
         layout = replace(layout, optimizer=usual.optimizer)
-    apart, known = NEMO_APART if options.run_of.name == NEMO_RL else (), own.layout if own else former
-    wanted = KEYS_OF.get(options.run_of.name)
-    if wanted is not None and (known is None or (known.model, known.style) != wanted):
+    known, wanted = own.layout if own else former, KEYS_OF.get(options.run_of.name)
+    if wanted is not None and (known is None or not any(known.spells(one) for one in wanted)):
         raise Unsupported(
             f"{source.root}: has not the keys of a run of {options.run_of.name}, which asks for every one of its own when it loads\n"
             + (
@@ -199,6 +199,9 @@ def choose(source: Source, options: WriteOptions) -> Choices:
                 else f"Those of --like {options.like} are of another kind, and such runs are read, and not written."
             )
         )
+    apart: tuple[str, ...] = ()
+    if options.run_of.name == NEMO_RL and known is not None:
+        apart = NEMO_V2_APART if known.spells(NEMO_V2) else NEMO_APART
     dtype = None if options.dtype is None else dtype_of(options.dtype)
     dp = options.dp or source.parallel.dp
     was = DcpState.of(source), _former_layout(source)

@@ -83,6 +83,11 @@ _ANYBODYS = "model"
 """A name that a role may have as well: what is called so is the model of a checkpoint only where an optimizer lies beside it."""
 NEMO_APART = ("weights", "optimizer")
 """As a run of :data:`NEMO_RL` has them: the model's, and that of the optimizer with its schedulers."""
+NEMO_V2_APART = ("weights/model", "optimizer/optim")
+"""The same of its DTensor v2, which takes the model's as safetensors or as DCP files, whichever are there, and saves as it is told.
+
+Source: NeMo-RL 7ea279a, ``nemo_rl/models/automodel/checkpoint.py`` (``detect_checkpoint_format``, ``load_checkpoint``).
+"""
 NEMO_RL = "nemo-rl"
 """A trainer for whose runs the folders are not those that a source had: see :attr:`.WriteOptions.run_of`."""
 APART = ("pytorch_model_fsdp_0", "optimizer_0")

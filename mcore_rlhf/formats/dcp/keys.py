@@ -79,6 +79,10 @@ class KeyLayout:
         common = takewhile(lambda pair: pair[0] == pair[1], zip(own, other, strict=False))
         return () if self.top else tuple(part for part, _ in common)
 
+    def spells(self, other: KeyLayout) -> bool:
+        """Whether keys of the same names are meant; of weights alone, the model's."""
+        return (self.model, self.style) == (other.model, other.style) and self.optimizer in (None, other.optimizer)
+
     def model_path(self, param: str) -> Path_:
         """Path of a parameter or buffer."""
         return (*self.model, param)
@@ -126,10 +130,15 @@ class Key:
     path: Path_ = ()
 
 
-KEYS_OF: Mapping[str, tuple[Path_, Style]] = {"nemo-rl": (("model",), Style.NESTED), "torchtitan": ((), Style.FLAT)}
-"""Trainers that ask for keys of their own when they load, and where these have the model's, and how the optimizer's are spelled.
+NEMO_V1 = KeyLayout(("model",), ("optim", "optim"))
+NEMO_V2 = KeyLayout((), ("optim",), Style.FLAT)
+KEYS_OF: Mapping[str, tuple[KeyLayout, ...]] = {
+    "nemo-rl": (NEMO_V1, NEMO_V2), "torchtitan": (KeyLayout((), ("optimizer",), Style.FLAT),),
+}  # fmt: skip
+"""Trainers that ask for keys of their own when they load, and which.
 
-Sources: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``); torchtitan 0.2.2, ``components/checkpoint.py``.
+Sources: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``, ``OptimizerState``); nemo_automodel 0.4.0,
+``components/checkpoint/stateful_wrappers.py`` (the same), with which its DTensor v2 saves; torchtitan 0.2.2, ``components/checkpoint.py``.
 """
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""

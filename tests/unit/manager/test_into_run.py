@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rlhf.convert import convert
@@ -27,6 +28,7 @@ from mcore_rlhf.verify.differ import Differ
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 RUNS = GOLDENS / "trainers"
+V2 = GOLDENS / "nemo_rl" / "v2_ws2"
 NEMO, OPENRLHF, RLINF = RUNS / "nm_v1", RUNS / "or_z2", RUNS / "rl_fsdp2" / "grpo" / "checkpoints"
 VERL = GOLDENS / "verl" / "fsdp2_tied_ws2"
 
@@ -290,6 +292,35 @@ def test_like_may_be_a_run_of_several_roles_and_accounts_for_the_schedule(
     assert [step.step for step in listed_steps(tmp_path / "run")] == [3]
     for job in done.jobs.values():
         assert not [text for text in job.account.lost if "nothing accounts for it" in text]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # of torch, where one process loads
+@pytest.mark.parametrize("by", ["megatron", "fsdp-ranks"])
+def test_nemos_second_layout_is_written_for_its_loader(by: str, tmp_path: Path) -> None:
+    """DTensor v2's two folders, the model's as DCP files: each key that it asks for is there, and every value is as it was."""
+    run = tmp_path / "run"
+    shutil.copytree(V2 / "step_3", run / "step_3")
+    (run / "step_3" / "training_info.json").write_text(json.dumps({"total_steps": 3, "current_step": 3}))
+    convert_step(find(run, ReadOptions()), tmp_path / "there", ConvertOptions(to=by, fsync=False))
+    into(tmp_path / "there", tmp_path / "back", "nemo-rl", like=str(run / "step_3"))
+    theirs, ours = (root / "step_3" / "policy" for root in (run, tmp_path / "back"))
+    wanted, found = (FileSystemReader(policy / "optimizer" / "optim").read_metadata() for policy in (theirs, ours))
+    assert wanted.state_dict_metadata.keys() <= found.state_dict_metadata.keys()
+    whole = torch.load(V2 / "expected.pt", weights_only=False)
+    model = {name: torch.zeros_like(value) for name, value in whole["model"].items()}
+    dcp.load(model, checkpoint_id=ours / "weights" / "model", no_dist=True)
+    assert all(torch.equal(model[name], value) for name, value in whole["model"].items())
+    states = {
+        f"state.{name}.exp_avg": torch.zeros_like(of["exp_avg"])
+        for name, of in whole["states"].items()
+        if "exp_avg" in of
+    }
+    dcp.load({"optim": states}, checkpoint_id=ours / "optimizer" / "optim", no_dist=True)
+    assert all(torch.equal(value, whole["states"][key[6:-8]]["exp_avg"]) for key, value in states.items())
+    with pytest.raises(Unsupported, match="has not the keys of a run of torchtitan"):
+        into(run, tmp_path / "titan", "torchtitan")
+    with pytest.raises(Unsupported, match="has not the keys of a run of nemo-rl"):
+        into(GOLDENS / "torchtitan" / "checkpoint", tmp_path / "no", "nemo-rl")
 
 
 def test_nemos_own_folders_are_written_for_its_loader(tmp_path: Path) -> None:
