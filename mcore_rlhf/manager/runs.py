@@ -284,13 +284,22 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
     """The run whose root a folder is; None where it is none of another trainer's.
 
     Args:
-        root: Any path.
+        root: Any path; also the folder that the trainer was given, where the root has a name of its own in it.
 
     Raises:
         LayoutMismatch: It has steps of two trainers, or a step that has files of two.
     """
     if not root.is_dir():
         return None
+    within = ((one, root / one.within) for one in TRAINERS if one.within and (root / one.within).is_dir())
+    own = _of_folder(root)
+    return own or next(
+        (run for one, inner in within if (run := _of_folder(inner)) is not None and run.trainer is one), None
+    )
+
+
+def _of_folder(root: ReadablePath) -> TrainerRun | None:
+    """The run whose steps lie in a folder itself."""
     by_role = _by_role(root) or _in_place(root)
     if by_role is not None:
         return by_role
@@ -306,18 +315,12 @@ def run_at(root: ReadablePath) -> TrainerRun | None:
             f"{root}: holds steps of two trainers: {listed}\nGive the folder of the step that is meant, or move those of the other away."
         )
     if not trainers:
-        return _within(root)
+        return None
     (trainer,) = trainers  # those that it saves with may have written some of its steps, as far as these show
     found = _by_worth([replace(one, trainer=trainer) for one in found])
     steps_of = {one.step: one for one in found}
     again = tuple(one for one in found if one is not steps_of[one.step])
     return TrainerRun(root, trainer, steps_of, tuple(_aside(root, trainer)), again)
-
-
-def _within(folder: ReadablePath) -> TrainerRun | None:
-    """The run in the folder that its trainer was given, where the root has a name of the trainer's own."""
-    likely = ((one, folder / one.within) for one in TRAINERS if one.within and (folder / one.within).is_dir())
-    return next((found for one, root in likely if (found := run_at(root)) is not None and found.trainer is one), None)
 
 
 def _by_worth(found: list[TrainerStep]) -> list[TrainerStep]:
