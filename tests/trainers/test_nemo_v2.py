@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -49,11 +48,3 @@ def test_others_go_on_from_it(lab: Lab, own: Path, to: str) -> None:
     )
     for found, step in zip(seen, lab.before["nemo-rl v2"][1], strict=True):
         assert found["loss"] == pytest.approx(step["loss"], abs=ROUNDED)
-
-
-def test_one_key_less_stops_it(lab: Lab, own: Path) -> None:
-    """A step of the weights alone: its optimizer is not loaded, and its losses part."""
-    root = shutil.copytree(own, lab.folder / "less")
-    shutil.rmtree(root / "step_3" / "policy" / "optimizer" / "optim")
-    (seen,) = lab.run("nemo_v2_job", OWN, 1, [("attempt", root)])
-    assert "failed" in seen
