@@ -15,6 +15,7 @@ from mcore_rlhf.errors import Corrupt, Unsupported
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 
+from .fsdp.state import MOST_STEPS
 from .source import Source
 from .trainer_files import RunFiles
 
@@ -22,7 +23,6 @@ COUNTERS, STEP = "trainer_state", "global_step"
 """The key of client state under which the Trainer's counters travel, and the one of them that is the iteration."""
 _BATCH, _DEFAULT_BATCH = "train_batch_size", 8
 """What the Trainer divides when it resumes, so that it has to be there."""
-_MOST_STEPS = 10**15
 _CALLBACKS = {
     "TrainerControl": {
         "args": dict.fromkeys(
@@ -57,7 +57,7 @@ def read_counters(path: ReadablePath, files: RunFiles) -> dict[str, object]:
     except ValueError as error:
         raise Corrupt(f"{file}: is no JSON: {error}\nCopy the file again from where it came from.") from None
     step = found.get(STEP) if isinstance(found, dict) else None
-    if not isinstance(found, dict) or type(step) is not int or not 0 <= step < _MOST_STEPS:
+    if not isinstance(found, dict) or type(step) is not int or not 0 <= step < MOST_STEPS:
         raise Unsupported(f"{file}: expected an object whose {STEP} is a number of steps, found {step!r:.60}")
     return found
 

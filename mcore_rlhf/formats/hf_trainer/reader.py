@@ -14,7 +14,7 @@ from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
-from mcore_rlhf.families.fsdp.state import EPOCH
+from mcore_rlhf.families.fsdp.state import EPOCH, MOST_STEPS
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
@@ -206,7 +206,7 @@ class _RunReader:
             found, where = named, "from the folder's name"
         elif steps:
             found, where = max(steps), "from the optimizer's step"
-        elif isinstance(epoch, int) and 0 <= epoch <= _MOST_STEPS and epoch % times == 0:
+        elif isinstance(epoch, int) and 0 <= epoch <= MOST_STEPS and epoch % times == 0:
             found, where = epoch // times, f"from the schedule, which is at {EPOCH} {epoch}"
         else:
             found, where = 0, "nothing says how many steps were made"
