@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,10 +165,8 @@ def third_batch() -> list[list[int]]:
             seen.append(before(rows)["input_ids"].tolist())
             return before(rows)
 
-        trainer = _trainer(
-            GOLDENS / "checkpoint-2", Path("unused"), watch, save_strategy="no", cls=transformers.Trainer
-        )
-        trainer.train()
+        with tempfile.TemporaryDirectory() as out:
+            _trainer(GOLDENS / "checkpoint-2", Path(out), watch, save_strategy="no", cls=transformers.Trainer).train()
         _FIRST.append(seen[HALF])
     return _FIRST[0]
 
