@@ -10,7 +10,6 @@ transformers'.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,7 +185,9 @@ def _seed(text: str) -> bytes:
     """What random states are made of. They begin with it, and it with a byte that no pickle begins with: what is written is looked into
     for pickles, and of so many ranks' states one would look like one.
     """
-    digest = hashlib.sha256(text.encode()).digest()
+    from hashlib import sha256  # what only looks does not need it
+
+    digest = sha256(text.encode()).digest()
     return bytes((digest[0] & 0x5F | 0xA0, *digest[1:]))
 
 

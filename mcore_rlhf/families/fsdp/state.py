@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Mapping
 from typing import Any, cast
@@ -177,4 +176,6 @@ def of_iteration(iteration: int) -> dict[str, object]:
     Args:
         iteration: Of the checkpoint.
     """
-    return random_states(hashlib.sha256(f"mcore_rlhf rng {iteration}".encode()).digest())
+    from hashlib import sha256  # what only looks does not need it
+
+    return random_states(sha256(f"mcore_rlhf rng {iteration}".encode()).digest())
