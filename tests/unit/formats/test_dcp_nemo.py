@@ -81,7 +81,11 @@ def test_weights_alone_are_those_of_a_hugging_face_folder(golden: Path) -> None:
 def test_it_becomes_every_format_with_its_optimizer(tmp_path: Path, to: str) -> None:
     write = {"with_optimizer": True} if to == "hf" else {"zero_stage": 2} if to == "deepspeed" else {}
     job = convert(GOLDEN / POLICY, tmp_path / "out", replace(options(**write), to=to))
-    wanted = ["lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler"] if "megatron" in to else []
+    wanted = (
+        ["lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler"]
+        if "megatron" in to
+        else []
+    )
     assert job.report.lost == wanted
     assert job.lossless == (not wanted)
     back = tmp_path / "back"
