@@ -5,9 +5,9 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Two files of tests more at a time than there are cores, since many wait, and four at most, the longest first; what the tests of a
+# One file of tests more at a time than there are cores, since many wait, and four at most, the longest first; what the tests of a
 # file share is made once.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 2 ? cores + 2 : 4)))
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Compiled modules are kept, whatever the machine says: hundreds of processes import them.
 unexport PYTHONDONTWRITEBYTECODE
