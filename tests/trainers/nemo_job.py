@@ -48,15 +48,18 @@ class Run(Learner):
                 manager.init_tmp_checkpoint(at, {"consumed_samples": 12, "current_step": at, "total_steps": at})
             )
         dist.broadcast_object_list(made, 0)
-        policy = Path(made[0], "policy")
-        self.native.save_checkpoint(
-            self.model, str(policy / "weights"), self.optimizer, self.schedule, str(policy / "optimizer")
-        )
+        self._write(Path(made[0], "policy"))
         dist.barrier()
         if dist.get_rank() == 0:
             manager.begin_finalization(made[0])
             manager.finalize_pending()
         dist.barrier()
+
+    def _write(self, policy: Path) -> None:
+        """What its worker writes of the policy."""
+        self.native.save_checkpoint(
+            self.model, str(policy / "weights"), self.optimizer, self.schedule, str(policy / "optimizer")
+        )
 
     def load(self, path: str) -> None:
         manager = self._manager(path)

@@ -17,18 +17,11 @@ from tests.trainers.lessons import begin
 class Run(nemo_job.Run):
     """As the worker has it (``nemo_rl/models/policy/workers/dtensor_policy_worker_v2.py``)."""
 
-    def save(self, path: str, at: int) -> None:
-        manager, made = self._manager(path), [""]
-        if dist.get_rank() == 0:
-            made[0] = str(
-                manager.init_tmp_checkpoint(at, {"consumed_samples": 12, "current_step": at, "total_steps": at})
-            )
-        dist.broadcast_object_list(made, 0)
-        policy = Path(made[0], "policy")
+    def _write(self, policy: Path) -> None:
         (policy / "weights").mkdir(parents=True, exist_ok=True)
         wanted: Any = {
             "enabled": True,
-            "checkpoint_dir": path,
+            "checkpoint_dir": str(policy.parents[1]),
             "model_save_format": "safetensors",
             "save_consolidated": False,
         }
@@ -36,11 +29,6 @@ class Run(nemo_job.Run):
             self.model, str(policy / "weights"), self.optimizer, str(policy / "optimizer"), self.schedule,
             checkpointing_cfg=wanted,
         )  # fmt: skip
-        dist.barrier()
-        if dist.get_rank() == 0:
-            manager.begin_finalization(made[0])
-            manager.finalize_pending()
-        dist.barrier()
 
     def load(self, path: str) -> None:
         manager = self._manager(path)
