@@ -17,7 +17,7 @@ from mcore_rlhf.trainers.settings_file import read_settings
 
 from .output import Column, Facts, emit_json, print_table, say
 
-_SWITCHED = re.compile(r"([\w.]+)=(True|False)\b")
+_SWITCHED = re.compile(r"([\w.]+)[= ](True|False|true|false)\b")
 
 
 def run(path: Path, trainer: str, config: Path | None, world: int | None, json: bool) -> None:

@@ -20,7 +20,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from .described import check_described
 from .lora.names import BRIDGE_ADAPTER, OF_ADAPTER
 from .megatron.state import MegatronState
-from .module import USE_MUON, ModuleState, described, may_lack_frozen
+from .module import CONFIG, USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
 from .source import OF_SCHEDULERS, Names, Source, scheduled_groups
@@ -441,7 +441,20 @@ def _note_newer(p: Passage) -> None:
 
 _NEWER: Rule[str] = Rule(Fate.NOTE, "{found}", lambda text: text)
 
+
+def _says_no_sizes(p: Passage) -> bool:
+    described = p.source.carried is not None and CONFIG in p.source.carried.files
+    return described and p.megatron is not None and "num_layers" not in p.source.state.args
+
+
+def _with_sizes(p: Passage) -> Source:
+    from .crossing.sizes import with_sizes
+
+    return with_sizes(p.source)
+
+
 OPENED = (
+    Pass("sizes that no argument says", _says_no_sizes, _with_sizes),
     Pass("a model that is whole", lambda p: p.module is not None, _require_whole),
     Pass("newer steps of the run", lambda p: p.megatron is not None and p.megatron.located is not None, _note_newer),
     Pass("a description", lambda p: p.megatron is not None or bool(p.source.family.config), lambda p: check_described(p.source)),

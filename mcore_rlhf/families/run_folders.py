@@ -29,7 +29,9 @@ _IN_ROOT = ("rollout/global_dataset_state_dict_{iteration}.pt",)
 Source: slime 624b824, ``slime/rollout/data_source.py`` (``RolloutDataSource.save``); miles has it from there.
 """
 
-
+SWIFT = "args.json"
+"""Beside the only iteration of a step of ms-swift's. Source: ms-swift 4.6.0, ``swift/megatron/trainers/base.py`` (``save_checkpoint``).
+"""
 RECOVERED, RECOVER_INFO, RECOVER_STEP = "recover_checkpoint", "recover_info", "step_info.json"
 """What AReaL calls a role's folder, the one beside the roles that says how far the run is, and the file in that with the step."""
 _GLOBAL_STEP, _MOST_STEPS = "global_step", 10**15

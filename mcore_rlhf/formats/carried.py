@@ -17,10 +17,11 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.fsdp.state import is_of_one
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
+from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, files_of_step
+from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, SWIFT, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile
 from mcore_rlhf.families.trainer_counters import COUNTED, STEP, NewCounters, read_counters
@@ -82,7 +83,9 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         ]  # in which the weights themselves lie
         carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
     else:
-        carried = _beside_the_tag(source, stubs) if known is not None and known.tags else None
+        carried = (
+            _beside_the_tag(source, stubs) if known is not None and known.tags else _beside_the_iteration(source, stubs)
+        )
     source = replace(source, carried=carried)
     if ModuleState.of(source) is None:
         return source
@@ -339,6 +342,19 @@ def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
     if not described and row is not None:  # a folder of states alone: nothing in it is the model's
         found = [item for item in found if row.registered and PurePosixPath(item.path).match(row.registered)]
     return Carried(source.root, tuple(found)) if found else None
+
+
+def _beside_the_iteration(source: Source, stubs: Sequence[str]) -> Carried | None:
+    """What ms-swift leaves beside the only iteration of a step: its settings, the model as Hugging Face has it, tokenizer and weights."""
+    megatron = MegatronState.of(source)
+    located = None if megatron is None else megatron.located
+    if located is None or located.iteration is None or not (located.root / SWIFT).is_file():
+        return None
+    own = {TRACKER, *(file.path for file in source.files)}
+    found = [
+        item for item in leftovers(located.root, own, stubs) if not item.path.startswith(f"{located.folder.name}/")
+    ]
+    return Carried(located.root, tuple(found))
 
 
 def _tags(source: Source) -> set[str]:

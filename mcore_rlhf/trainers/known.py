@@ -13,6 +13,7 @@ from . import (
     areal,
     lightning,
     megatron,
+    ms_swift,
     nemo_rl,
     open_instruct,
     openrlhf,
@@ -30,7 +31,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
-    open_instruct.TRAINER, openrlhf.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    open_instruct.TRAINER, openrlhf.TRAINER, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip

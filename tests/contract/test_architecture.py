@@ -387,7 +387,9 @@ _OTHER_THINGS = {
     "integrations/megatron_lm.py": "who loads",
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
     **dict.fromkeys(
-        (f"trainers/{name}.py" for name in ("accelerate", "areal", "nemo_rl", "openrlhf", "rlinf", "torchtitan", "transformers", "verl")),
+        map("trainers/{}.py".format, (
+            "accelerate", "areal", "ms_swift", "nemo_rl", "openrlhf", "rlinf", "torchtitan", "transformers", "verl",
+        )),
         "what the trainer is given",
     ),
 }  # fmt: skip

@@ -29,13 +29,13 @@ def test_each_file_and_each_name_taken(trainers: Path, tmp_path: Path) -> None:
     for (copy, what), live in zip(copies, seen, strict=True):
         found = forecast(copy, loader_named("megatron-bridge")[0], Settings())
         told = {one.thing.value: one.row.outcome is Outcome.RESTORED for one in found.roles.get("", [])}
-        if not _agree(found.stops, found.taken.folder is None, told, live, whole) and not found.doubtful:
+        if not agree(found.stops, found.taken.folder is None, told, live, whole) and not found.doubtful:
             wrong.append((what, live, [why for why in told.items() if not why[1]], found.taken.why))
     assert not wrong, "\n".join(map(str, wrong))
     assert len(copies) > 40
 
 
-def _agree(stops: bool, is_anew: bool, told: dict[str, bool], live: Any, whole: Any) -> bool:
+def agree(stops: bool, is_anew: bool, told: dict[str, bool], live: Any, whole: Any) -> bool:
     if not isinstance(live, dict):
         return stops == isinstance(live, str) and (is_anew and not stops) == (live is None)
     same = {thing: live[thing] == whole[thing] for thing in ("counters", "data", "RNG", "scheduler")}

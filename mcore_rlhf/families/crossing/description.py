@@ -367,14 +367,20 @@ def travelled_config(source: Source) -> tuple[dict[str, object] | None, str]:
     config = dict(text_of(config_in(source.carried))) if source.carried is not None else {}
     if not config:
         return None, ""
-    model = source.model
-    shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
     try:
-        relation = from_megatron(
-            shapes, replace(sizes_of_config(config), mtp=model.mtp_layers), architecture_of(config)
-        )
-        for wrong in against_config(config, relation.huggingface):
+        for wrong in against_config(config, relation_to(source, config).huggingface):
             raise LayoutMismatch(str(wrong))
     except CheckpointError as error:
         return None, str(error).splitlines()[0]
     return config, ""
+
+
+def relation_to(source: Source, config: Mapping[str, object]) -> Relation:
+    """Megatron's tensors of a source under the names of a description's architecture.
+
+    Raises:
+        CheckpointError: They are not those of such a model.
+    """
+    model = source.model
+    shapes = {s.name: s.global_shape for s in model.params if s.name not in model.unused}
+    return from_megatron(shapes, replace(sizes_of_config(config), mtp=model.mtp_layers), architecture_of(config))

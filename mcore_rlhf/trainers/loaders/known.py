@@ -10,6 +10,7 @@ from . import (
     deepspeed,
     megatron,
     megatron_bridge,
+    ms_swift,
     nemo_rl,
     open_instruct,
     openrlhf,
@@ -26,5 +27,5 @@ LOADERS: tuple[Loader, ...] = (
     megatron.LOADER, megatron_bridge.LOADER, deepspeed.LOADER, transformers.LOADER, accelerate.LOADER, verl.LOADER, verl.TUNING_LOADER,
     skyrl.LOADER,
     openrlhf.LOADER, torchtitan.LOADER, rlinf.LOADER, areal.LOADER, nemo_rl.LOADER, open_instruct.LOADER, open_instruct.TUNING_LOADER,
-    slime.LOADER, slime.MILES_LOADER, prime_rl.LOADER,
+    slime.LOADER, slime.MILES_LOADER, prime_rl.LOADER, ms_swift.LOADER,
 )  # fmt: skip

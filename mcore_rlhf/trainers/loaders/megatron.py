@@ -81,7 +81,9 @@ def _other_nest(seen: Seen) -> object:
 
 def lies_flat(seen: Seen) -> bool:
     """Whether the optimizer lies in flat buckets, which another TP or PP, or another type, cannot load."""
-    return any("optimizer.distributed.dp_group_idx_" in key for key in seen.keys(".metadata"))
+    return any(
+        "optimizer.distributed.dp_group_idx_" in key for name in seen.matching("*.metadata") for key in seen.keys(name)
+    )
 
 
 def _stepless(seen: Seen) -> object:
