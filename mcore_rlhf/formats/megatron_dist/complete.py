@@ -7,11 +7,12 @@ Source: megatron-core 0.19.2, ``core/optimizer/distrib_optimizer.py`` (``sharded
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, MASTER
-from mcore_rlhf.errors import Incomplete, Problems
+from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.groups import by_adam
 
@@ -20,6 +21,28 @@ from .objects import EXTRA, RERUN_RANKS, RNG
 from .optimizer import states_in
 
 _ADVICE = "Copy the folder again, or use an older step. Where the optimizer alone lacks something, --no-optimizer converts the weights."
+
+
+def refuse_adapter(folder: DistFolder) -> None:
+    """Refuse a folder that has an adapter alone under peft's names, as ms-swift leaves it beside peft's own files.
+
+    Its ``lora_B`` of gate and up lies as the tensor-parallel ranks had it, which no key says.
+    Source: ms-swift 4.6.0, ``swift/megatron/utils/megatron_lm_utils.py`` (``_filter_adapter_state_dict``); mcore_bridge 1.6.5,
+    ``tuners/lora.py`` (``LoraParallelLinear.sharded_state_dict``).
+
+    Raises:
+        Unsupported: It is one.
+    """
+    if folder.model and all(_LORA.search(key) for key in folder.model):
+        beside = folder.located.root / "adapter_model.safetensors"
+        raise Unsupported(
+            f"{folder.located.folder}: holds an adapter alone, {next(iter(folder.model))}, …, as ranks had it: not read\n"
+            + (f"Copy {beside.name} and adapter_config.json, which lie beside it, to a folder of their own: those are peft's."
+               if beside.is_file() else "Let ms-swift save it with --save_safetensors true, as peft has it.")
+        )  # fmt: skip
+
+
+_LORA = re.compile(r"\.lora_[AB]\.|\.modules_to_save\.")
 
 
 def require_entries(folder: DistFolder, args: Arguments, *, optimizer: bool) -> None:

@@ -43,7 +43,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 
 from .bridged import BridgedWeights, described, with_weights
 from .buckets import FlatStates
-from .complete import require_entries
+from .complete import refuse_adapter, require_entries
 from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, is_torch_dcp_folder, locate_dist
 from .fsdp import FsdpFolder
 from .modelopt import modelopt_in
@@ -108,6 +108,7 @@ class _DistReader:
         self.args = self._arguments()
         self.weights = self._weights()
         folder = self.folder
+        refuse_adapter(folder)
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         self.parameters = Parameters(folder.model, self.spelling)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcore_rlhf.convert import convert
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
@@ -83,3 +86,22 @@ def test_it_begins_anew_unless_told_otherwise() -> None:
     for settings, outcome in (({}, Outcome.ANEW), ({"finetune": False}, Outcome.RESTORED)):
         (prospects,) = forecast(GOLDEN, loader, Settings(settings)).roles.values()
         assert {one.thing: one.row.outcome for one in prospects}[Thing.OPTIMIZER] is outcome
+
+
+def test_an_adapter_in_torch_dist_is_told_from_a_model_with_gaps(root: Path) -> None:
+    file = root / STEP / "iter_0000004" / ".metadata"
+    found = pickle.loads(file.read_bytes())
+    kept = {
+        name: name.replace("weight", "lora_B.default.weight")
+        for name in found.state_dict_metadata
+        if name.endswith("linear_fc1.weight")
+    }
+    others = {name: name for name in found.state_dict_metadata if name.startswith("common_state")}
+    names = kept | others
+    found.state_dict_metadata = {names[name]: what for name, what in found.state_dict_metadata.items() if name in names}
+    found.storage_data = {
+        replace(index, fqn=names[index.fqn]): where for index, where in found.storage_data.items() if index.fqn in names
+    }
+    file.write_bytes(pickle.dumps(found))
+    with pytest.raises(Unsupported, match="an adapter alone.*lora_B"):
+        open_checkpoint(root / STEP, ReadOptions(optimizer=False))
