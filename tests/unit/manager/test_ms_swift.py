@@ -103,5 +103,5 @@ def test_an_adapter_in_torch_dist_is_told_from_a_model_with_gaps(root: Path) -> 
         replace(index, fqn=names[index.fqn]): where for index, where in found.storage_data.items() if index.fqn in names
     }
     file.write_bytes(pickle.dumps(found))
-    with pytest.raises(Unsupported, match="an adapter alone.*lora_B"):
+    with pytest.raises(Unsupported, match=r"an adapter alone.*lora_B"):
         open_checkpoint(root / STEP, ReadOptions(optimizer=False))
