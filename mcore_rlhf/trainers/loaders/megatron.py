@@ -27,7 +27,7 @@ from mcore_rlhf.trainers.resuming import INSIDE, OF_OPTIMIZER, Habit, Loader, Ou
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PLAIN, DIST = "mp_rank_*/*", (".metadata", "*.distcp")
-_WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER, Thing.SCALER)
+WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER, Thing.SCALER)
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
@@ -104,7 +104,7 @@ _MODEL, _DISTRIB = "*model_optim_rng.pt", "*distrib_optim.pt"
 COMMON = (_MODEL, "*common.pt", "*.metadata//common_state/*")
 """What is not a tensor's of any rank: in each rank's file, in a file of its own, or, since 0.19, in an object."""
 _FLAT_GROUPS = "*.metadata//*optimizer.distributed.dp_group_idx_*.optimizer/*"
-_RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
+RESUMED = (*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
 _COMPARED = (
     "num_layers",
     "hidden_size",
@@ -240,22 +240,22 @@ ROWS = rows_of(
         broken("*model_optim_rng.pt"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "_load_global_dist_base_checkpoint",
         broken("*.distcp", ".metadata", "common.pt", "metadata.json")),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
         without("metadata.json", "sharded_backend"), True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
         "CheckpointException", "_load_global_dist_base_checkpoint", not_listed, True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
         unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
         "load_checkpoint", both(_dealt_flat, without(COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
         without(COMMON, "iteration|total_iters"), True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
         "check_checkpoint_args", both(lambda seen: seen.held.args or seen.held.problem, without(COMMON, "checkpoint_version"))),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
         "check_checkpoint_args", both(lambda seen: not seen.settings.says("finetune"), _uncompared), True),
-    Habit((Thing.WEIGHTS, *_RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
+    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
         without(_MODEL, "model|model0|model1"), True),
     Habit((Thing.WEIGHTS,), _ANEW, "a tensor of the model is missing ({problem}): loading it falls back to strict=False, and the tensor "
         "keeps what it was made with; only printed", "load_model_state_dict", _lacks_tensors, True),
@@ -266,14 +266,14 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _REFUSED, "saved as {was}, loaded as {now}: files of mp_rank_… are of one layout", "check_checkpoint_args",
         both(has(_PLAIN), other_degrees)),
     Habit((Thing.WEIGHTS,), _RESTORED, "model", "load_checkpoint", ran=True),
-    Habit((*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "a release has weights alone: iteration 0", "load_checkpoint",
+    Habit((*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "a release has weights alone: iteration 0", "load_checkpoint",
         lambda seen: seen.held.release),
-    Habit((*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "{key}: weights alone are loaded, at iteration 0",
+    Habit((*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "{key}: weights alone are loaded, at iteration 0",
         "load_checkpoint", asked("finetune"), True),
-    Habit(_WITH_OPTIMIZER, _ANEW, "{key}: masters are made of the model's weights; the scheduler is not loaded either", "load_checkpoint",
+    Habit(WITH_OPTIMIZER, _ANEW, "{key}: masters are made of the model's weights; the scheduler is not loaded either", "load_checkpoint",
         asked("no_load_optim"), True),
     Habit((Thing.RNG,), _ANEW, "{key}: the seed's own states", "load_checkpoint", asked("no_load_rng")),
-    Habit(_WITH_OPTIMIZER, _ANEW, "saved with no_save_optim; nothing is said", "load_checkpoint",
+    Habit(WITH_OPTIMIZER, _ANEW, "saved with no_save_optim; nothing is said", "load_checkpoint",
         both(has(*DIST), lambda seen: seen.held.args.get("no_save_optim") is True)),
     Habit((Thing.RNG,), _ANEW, "saved with no_save_rng; nothing is said", "load_checkpoint",
         both(has(*DIST), lambda seen: seen.held.args.get("no_save_rng") is True)),
@@ -315,7 +315,7 @@ ROWS = rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint", _memberless, True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}, by which groups are told apart: a KeyError",
         "megatron/core/optimizer/optimizer.py:_filter_and_reorder_param_groups", in_groups, True),
-    Habit(_WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: a KeyError, “Specify --no-load-optim or --finetune”", "load_checkpoint",
+    Habit(WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: a KeyError, “Specify --no-load-optim or --finetune”", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "load_checkpoint", other_optimizer("optimizer", _MODEL, _DISTRIB, ".metadata")),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),

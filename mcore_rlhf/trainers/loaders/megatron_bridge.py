@@ -28,9 +28,11 @@ from .megatron import (
     COMMON,
     DIST,
     OF_BUCKETS,
+    RESUMED,
     SCHEDULE,
     STREAMS,
     WEIGHT_DECAY,
+    WITH_OPTIMIZER,
     in_groups,
     lies_flat,
     not_listed,
@@ -38,9 +40,7 @@ from .megatron import (
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER, Thing.SCALER)
-_RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
-_ALL = (Thing.WEIGHTS, *_RESUMED)
+_ALL = (Thing.WEIGHTS, *RESUMED)
 _CONFIG, _COUNTERS = "run_config.yaml", "train_state.pt"
 _COUNTED = (
     "step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "floating_point_operations_so_far", "do_train",
@@ -84,8 +84,8 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _RESTORED, "model, whatever TP and PP", "3135 (_load_checkpoint_from_path)", ran=True),
     Habit((Thing.LORA,), _RESTORED, "the adapter's tensors alone; its base is that of checkpoint.pretrained_checkpoint",
         "3332 (apply_peft_adapter_filter_to_state_dict)", _is_adapter),
-    Habit(_RESUMED, _ANEW, "{key}: weights alone are loaded, at step 0", "3078 (_load_checkpoint_from_path)", asked("finetune")),
-    Habit(_WITH_OPTIMIZER, _ANEW, "{key} is off: masters are made of the model's weights; the scheduler is not loaded either",
+    Habit(RESUMED, _ANEW, "{key}: weights alone are loaded, at step 0", "3078 (_load_checkpoint_from_path)", asked("finetune")),
+    Habit(WITH_OPTIMIZER, _ANEW, "{key} is off: masters are made of the model's weights; the scheduler is not loaded either",
         "3147 (_load_checkpoint_from_path)", refused("checkpoint.load_optim", "load_optim")),
     Habit((Thing.RNG,), _ANEW, "{key} is off: the seed's own states", "3200 (_load_checkpoint_from_path)",
         refused("checkpoint.load_rng", "load_rng")),
@@ -93,10 +93,10 @@ ROWS = rows_of(
         other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, and the optimizer lies as its buffers do: “not supported for "
         "DistributedOptimizer with sharding type dp_reshardable”", "2895 (_load_checkpoint_from_path)", both(lies_flat, other_degrees)),
-    Habit(_WITH_OPTIMIZER, _ANEW, f"{_CONFIG} says save_optim: false: a fresh optimizer; a line says so",
+    Habit(WITH_OPTIMIZER, _ANEW, f"{_CONFIG} says save_optim: false: a fresh optimizer; a line says so",
         "2904 (_load_checkpoint_from_path)",
         lambda seen: seen.held.args.get("no_save_optim") is True),
-    Habit(_WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {_CONFIG} does not say so: torch's CheckpointException ends the process",
+    Habit(WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {_CONFIG} does not say so: torch's CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),

@@ -23,9 +23,11 @@ from .megatron import (
     BUCKETS,
     COMMON,
     OF_BUCKETS,
+    RESUMED,
     SCHEDULE,
     STREAMS,
     WEIGHT_DECAY,
+    WITH_OPTIMIZER,
     in_groups,
     lies_flat,
     not_listed,
@@ -33,9 +35,7 @@ from .megatron import (
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_WITH_OPTIMIZER = (*OF_OPTIMIZER, Thing.SCHEDULER, Thing.SCALER)
-_RESUMED = (*_WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
-_ALL = (Thing.WEIGHTS, *_RESUMED)
+_ALL = (Thing.WEIGHTS, *RESUMED)
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _COUNTED = "consumed_train_samples"
 
@@ -67,9 +67,9 @@ ROWS = rows_of(
         "565 (load_mcore_checkpoint)", not_listed, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", "565 (load_mcore_checkpoint)", incomplete),
     Habit((Thing.WEIGHTS,), _RESTORED, "model, whatever TP and PP", "573 (load_mcore_checkpoint)", ran=True),
-    Habit(_RESUMED, _ANEW, "finetune is true, which it is by itself: weights alone are loaded, at iteration 0; give --finetune false",
+    Habit(RESUMED, _ANEW, "finetune is true, which it is by itself: weights alone are loaded, at iteration 0; give --finetune false",
         "568 (load_mcore_checkpoint)", _begins_anew, True),
-    Habit(_WITH_OPTIMIZER, _ANEW, "no_load_optim: masters are made of the model's weights; the scheduler is not loaded either",
+    Habit(WITH_OPTIMIZER, _ANEW, "no_load_optim: masters are made of the model's weights; the scheduler is not loaded either",
         "585 (load_mcore_checkpoint)", lambda seen: seen.settings.says("no_load_optim")),
     Habit((Thing.RNG,), _ANEW, "no_load_rng: the seed's own states", "588 (load_mcore_checkpoint)",
         lambda seen: seen.settings.says("no_load_rng")),
@@ -77,9 +77,9 @@ ROWS = rows_of(
         other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, and the optimizer lies as its buffers do: “not supported for "
         "DistributedOptimizer”", "534 (load_mcore_checkpoint)", both(lies_flat, other_degrees)),
-    Habit(_WITH_OPTIMIZER, _REFUSED, "saved with no_save_optim, and it is asked for: a KeyError; give --no_load_optim true",
+    Habit(WITH_OPTIMIZER, _REFUSED, "saved with no_save_optim, and it is asked for: a KeyError; give --no_load_optim true",
         "582 (load_mcore_checkpoint)", lambda seen: seen.held.args.get("no_save_optim") is True),
-    Habit(_WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: torch's CheckpointException ends the process", "565 (load_mcore_checkpoint)",
+    Habit(WITH_OPTIMIZER, _REFUSED, "no optimizer is stored: torch's CheckpointException ends the process", "565 (load_mcore_checkpoint)",
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process", "565 (load_mcore_checkpoint)",
         unlisted("*/.metadata", BUCKETS, *OF_BUCKETS), True),
