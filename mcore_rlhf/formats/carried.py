@@ -350,6 +350,8 @@ def _beside_the_iteration(source: Source, stubs: Sequence[str]) -> Carried | Non
     located = None if megatron is None else megatron.located
     if located is None or located.iteration is None or not (located.root / SWIFT).is_file():
         return None
+    if [one.name for one in located.root.glob("iter_*")] != [located.folder.name]:
+        return None
     own = {TRACKER, *(file.path for file in source.files)}
     found = [
         item for item in leftovers(located.root, own, stubs) if not item.path.startswith(f"{located.folder.name}/")

@@ -70,6 +70,13 @@ def test_a_description_of_another_model_is_not_taken(root: Path, fields: dict[st
     assert "num_layers" not in open_checkpoint(root / STEP, ReadOptions()).state.args
 
 
+def test_what_lies_beside_several_iterations_belongs_to_none(root: Path) -> None:
+    shutil.copytree(root / STEP / "iter_0000004", root / STEP / "iter_0000008")
+    found = open_checkpoint(root / STEP, ReadOptions())
+    assert found.carried is None
+    assert "num_layers" not in found.state.args
+
+
 def test_there_and_back_on_other_ranks(root: Path, tmp_path: Path) -> None:
     for source, target, tp in ((root, tmp_path / "two", 2), (tmp_path / "two", tmp_path / "back", 1)):
         convert_step(
