@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import pytest
 
+from mcore_rlhf.convert import convert
+from mcore_rlhf.families.options import ConvertOptions, WriteOptions
 from mcore_rlhf.manager.will_resume import forecast, loader_named
-from mcore_rlhf.trainers.resuming import Outcome, Thing
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.reference.test_pretrain import PRETRAIN, Scripts, Seen, scripts, whole
 
@@ -109,3 +111,28 @@ def test_each_key_of_each_file_taken(scripts: Scripts, kind: str, tmp_path: Path
             wrong.append(row)
     assert not wrong
     assert len(taken) > fewest
+
+
+@pytest.mark.usefixtures("whole")
+def test_what_comes_from_elsewhere_goes_on_by_the_arguments_own_rates(scripts: Scripts, tmp_path: Path) -> None:
+    """A run that DeepSpeed could have saved, as nothing of Megatron's waits in it, has a scheduler that Megatron-LM asks for."""
+    root = tmp_path / "theirs"
+    shutil.copytree(scripts.folder / "theirs", root)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(FROM))
+    convert(
+        root, tmp_path / "zero", ConvertOptions(to="deepspeed", fsync=False, write=WriteOptions(zero_stage=1, dp=1))
+    )
+    convert(root, tmp_path / "hf", ConvertOptions(to="hf", fsync=False))
+    wanted = WriteOptions(tp=2, transformer_impl="local", reference_config=str(tmp_path / "hf"))
+    convert(tmp_path / "zero", tmp_path / "own", ConvertOptions(to="megatron", fsync=False, write=wanted))
+    for file in [*(tmp_path / "zero").rglob("state.json"), tmp_path / "zero" / "mcore_rlhf.json"]:
+        file.unlink()
+    convert(tmp_path / "zero", tmp_path / "made", ConvertOptions(to="megatron", fsync=False, write=wanted))
+    found = forecast(
+        tmp_path / "made", loader_named("megatron-lm")[0], Settings({"override_opt_param_scheduler": True})
+    )
+    assert not found.stops
+    flags = [*PRETRAIN, "--override-opt-param-scheduler", "--no-load-rng"]  # fresh states of a GPU are none of a CPU's
+    seen = [scripts.run("pretrain_gpt.py", [*flags, "--load", str(tmp_path / name)])[0] for name in ("made", "own")]
+    assert seen[0] == seen[1]
+    assert min(map(int, seen[0])) == FROM + 1

@@ -41,6 +41,7 @@ from .description import (
     undeclared_fields,
 )
 from .groups import OF_MEGATRON, DealtGroups, as_megatron
+from .megatron_schedule import MADE, made_at, new_scheduler
 from .packing import repacked
 from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
 from .shifting import SHIFTED, shifted
@@ -285,7 +286,7 @@ def _state(source: Source, origin: FormerFamily, args: Arguments, groups: tuple[
         release=old.release,
         args=dict(args.values),
         groups=groups,
-        scheduler=origin.scheduler(old.iteration),
+        scheduler=origin.scheduler(old.iteration) or new_scheduler(source),
         other={"checkpoint_version": 3.0, "iteration": old.iteration, **_counters(origin, old.iteration)},
     )
 
@@ -436,9 +437,9 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
          "way back. {then}", lambda s: s.strange_states()),
     Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
          lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
-    Rule(Fate.LOST, "lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler",
-         lambda s: s.source.state.scheduler is not None and FormerFamily.of(s.source).scheduler(s.source.state.iteration) is None,
+    Rule(Fate.LOST, f"lr_scheduler: is not like Megatron's; {MADE}", lambda s: made_at(s.source) if s.source.state.scheduler else None,
          [Item(Kind.SCHEDULER)]),
+    Rule(Fate.NOTE, f"lr_scheduler: there is none; {MADE}", lambda s: made_at(s.source) if not s.source.state.scheduler else None),
     *(rule.of_part(lambda s: s.places) for rule in OF_PLACES),
 )  # fmt: skip
 """What a run of Megatron's has of its own, or under other names."""

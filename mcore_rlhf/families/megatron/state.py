@@ -190,7 +190,7 @@ def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, objec
 def note_scheduler(optimizer: str | None, scheduler: object, notes: Report) -> None:
     """Say where a run with an optimizer has no scheduler."""
     if optimizer is not None and scheduler is None:
-        text = "there is an optimizer, but no scheduler state; Megatron will want --override-opt-param-scheduler"
+        text = "there is an optimizer, but no scheduler state, without which Megatron-LM loads no optimizer"
         notes.add(Fate.NOTE, text)
 
 

@@ -82,7 +82,10 @@ def test_it_becomes_every_format_with_its_optimizer(tmp_path: Path, to: str) -> 
     write = {"with_optimizer": True} if to == "hf" else {"zero_stage": 2} if to == "deepspeed" else {}
     job = convert(GOLDEN / POLICY, tmp_path / "out", replace(options(**write), to=to))
     wanted = (
-        ["lr_scheduler: is not like Megatron's, which will want --override-opt-param-scheduler"]
+        [
+            "lr_scheduler: is not like Megatron's; one is made, of a constant rate, at num_steps 3 (steps, since nobody says how many "
+            "samples these were): with --override-opt-param-scheduler the rates of the run's arguments go on from there"
+        ]
         if "megatron" in to
         else []
     )
