@@ -26,6 +26,7 @@ TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
 TOGETHER = (
+    ("transformers", r"^tests/reference/test_(zero_runs|seam_|will_resume\.|accelerate)"),
     ("megatron's", r"^tests/reference/test_(megatron_dist|declared|releases|integration|engine_muon|rl_|demo)"),
     ("megatron", r"^tests/reference/test_(?!\w*deepspeed|dcp|engine_fsdp)"),
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
