@@ -32,7 +32,7 @@ TOGETHER = (
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
     ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
     ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
-    ("formats", r"^tests/contract/test_(any_to_any|account)"),
+    ("formats", r"^tests/contract/test_(any_to_any|any_reader|account|no_calls)"),
 )
 """Files that share ranks with a framework in them, or conversions: name of the group, and of the files; Megatron's are two halves."""
 
