@@ -89,8 +89,8 @@ class Report:
         """
         gone, of_kind = set[Item](), dict[Item, set[Item]]()
         for item, said in account.entries.items():
-            of_kind.setdefault(Item(item.kind), set()).add(item)
-            of_kind[item] = {item}
+            for meant in (item, Item(item.kind)):
+                of_kind.setdefault(meant, set()).add(item)
             if said.fate in (Fate.LOST, Fate.LEFT):
                 gone.add(item)
         self.lines = [
