@@ -36,8 +36,8 @@ demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on th
 
 test: setup  ## All tests that need neither a GPU nor a long time
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
-	$(PYTEST) -m 'oldest and not slow' --megatron 0.16.1 tests/reference $(ARGS)
-	$(PYTEST) -m 'oldest and not slow' --megatron 0.13.1 tests/reference/test_reshape.py tests/reference/test_unchanged.py $(ARGS)
+	$(PYTEST) -n 2 -m 'oldest and not slow' --megatron 0.16.1 tests/reference $(ARGS)
+	$(PYTEST) -n 0 -m 'oldest and not slow' --megatron 0.13.1 tests/reference/test_reshape.py tests/reference/test_unchanged.py $(ARGS)
 
 test-unit: setup  ## The pure parts only, in seconds
 	$(PYTEST) -m 'not slow and not gpu' tests/unit tests/contract $(ARGS)

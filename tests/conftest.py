@@ -26,12 +26,13 @@ TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
 SEED = pytest.StashKey[int]()
 TOGETHER = (
+    ("transformers", r"^tests/reference/test_(zero_runs|seam_|will_resume\.|accelerate)"),
     ("megatron's", r"^tests/reference/test_(megatron_dist|declared|releases|integration|engine_muon|rl_|demo)"),
     ("megatron", r"^tests/reference/test_(?!\w*deepspeed|dcp|engine_fsdp)"),
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
     ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
     ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
-    ("formats", r"^tests/contract/test_(any_to_any|account)"),
+    ("formats", r"^tests/contract/test_(any_to_any|any_reader|account|no_calls)"),
 )
 """Files that share ranks with a framework in them, or conversions: name of the group, and of the files; Megatron's are two halves."""
 

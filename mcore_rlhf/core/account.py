@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .facts import ANY, WORSE, Asked, Fate, Item, Kind, Reason, Rule, Said
+from .facts import WORSE, Asked, Fate, Item, Kind, Reason, Rule, Said
 
 
 @dataclass(slots=True)
@@ -87,16 +87,20 @@ class Report:
         Args:
             account: Of the whole way, of which these are the lines.
         """
-        gone = {item for item, said in account.entries.items() if said.fate in (Fate.LOST, Fate.LEFT)}
+        gone, of_kind = set[Item](), dict[Item, set[Item]]()
+        for item, said in account.entries.items():
+            for meant in (item, Item(item.kind)):
+                of_kind.setdefault(meant, set()).add(item)
+            if said.fate in (Fate.LOST, Fate.LEFT):
+                gone.add(item)
         self.lines = [
-            line for line in self.lines if line[0] is Fate.LOST or not self._overtaken(line[1], account, gone)
+            line for line in self.lines if line[0] is Fate.LOST or not self._overtaken(line[1], of_kind, gone)
         ]
         self.lines.extend(account.lines())
 
-    def _overtaken(self, text: str, account: Account, gone: set[Item]) -> bool:
+    def _overtaken(self, text: str, of_kind: Mapping[Item, set[Item]], gone: set[Item]) -> bool:
         """Whether everything of which a line speaks is gone."""
-        wanted = self.about.get(text, ())
-        items = {item for item in account.entries if item in wanted or item._replace(name=ANY) in wanted}
+        items = set[Item]().union(*(of_kind.get(wanted, ()) for wanted in self.about.get(text, ())))
         return bool(items) and items <= gone
 
     @property

@@ -152,12 +152,16 @@ def _find_records(tree: Any, file: str) -> _Records:
     todo = [tree]
     while todo:
         value = todo.pop()
-        if isinstance(value, StoredTensor):
+        kind = type(value)
+        if kind is StoredTensor:
             found.note(value.record)
-        elif id(value) not in seen:
+        elif kind not in _LEAVES and id(value) not in seen:
             seen.add(id(value))
             todo += _parts(value)
     return found
+
+
+_LEAVES = frozenset((str, int, bool, float, bytes, type(None)))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -199,7 +203,6 @@ if TYPE_CHECKING:
         memo: dict[int, tuple[int, Any]]
         write: Callable[[bytes], Any]
         get: Callable[[int], bytes]
-        memoize: Callable[[Any], None]
 
         def __init__(self, file: io.BytesIO, protocol: int) -> None: ...
         def save(self, obj: Any, save_persistent_id: bool = True) -> None: ...
@@ -211,6 +214,8 @@ else:
 
 
 _BLOBS = (bytes, bytearray, io.BytesIO, SmallTensor)
+_PUT = [pickle.BINPUT + bytes((index,)) for index in range(256)]
+_INT = [pickle.BININT1 + bytes((value,)) for value in range(256)]
 
 
 def _contents_of(blob: Any) -> list[bytes]:
@@ -261,6 +266,7 @@ class _Pickler(_PythonPickler):
 
     def __init__(self, buffer: io.BytesIO, records: _Records) -> None:
         super().__init__(buffer, protocol=2)
+        self.write = buffer.write  # past the frames, which protocol 2 does not have
         self._records = records
         self._refused: dict[str, Any] = {}
         torch = _live_torch()
@@ -298,11 +304,26 @@ class _Pickler(_PythonPickler):
     def persistent_id(self, obj: Any) -> Any:
         return obj.pid if type(obj) is _Storage else None
 
+    def memoize(self, obj: Any) -> None:
+        """As Python's does it, whose opcode is another from 256 on."""
+        index = len(self.memo)
+        self.write(_PUT[index] if index < 256 else pickle.LONG_BINPUT + index.to_bytes(4, "little"))
+        self.memo[id(obj)] = index, obj
+
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        kind = type(obj)
+        plain = self._plain.get(kind)
+        if plain is not None:  # most of what there is, which nothing but the memo is asked about
+            known = self.memo.get(id(obj))
+            if known is None:
+                plain(self, obj)
+            else:
+                self.write(self.get(known[0]))
+            return
         if isinstance(obj, _BLOBS):
             for call in (call for content in _contents_of(obj) for call in calls_of(content)):
                 self._refused.setdefault(call, obj)
-        special = self._special.get(type(obj))
+        special = self._special.get(kind)
         if special is not None:
             special(self, obj)
         elif isinstance(obj, Stub):
@@ -444,6 +465,15 @@ class _Pickler(_PythonPickler):
             self._refused.setdefault(_name_of(obj, name), obj)
         super().save_global(obj, name)
 
+    def _save_int(self, number: int) -> None:
+        if 0 <= number < 256:
+            self.write(_INT[number])
+        else:
+            _PythonPickler.dispatch[int](self, number)
+
+    _plain: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
+        kind: _PythonPickler.dispatch[kind] for kind in (str, bool, float, type(None), tuple, list, dict)
+    } | {int: _save_int}
     _special: ClassVar[dict[type, Callable[[_Pickler, Any], None]]] = {
         StoredTensor: _save_tensor, StoredArray: _save_array, StubType: _save_stub_class, set: _save_set, frozenset: _save_set,
         Made: _save_made, TorchName: _save_name,

@@ -398,6 +398,8 @@ _OTHER_THINGS = {
 def formats_by_name(source: str) -> list[str]:
     """Where a module has the name of a format as a text of its own; texts with more in them are for people."""
     names = _folders_in("formats") - {"megatron_dist"} | {"megatron-dist"}
+    if not any(f"{quote}{name}{quote}" in source for name in names for quote in "\"'"):
+        return []
     words = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in names]
     return [
         f"line {node.lineno}: {node.value!r}: ask the format for what is true of it, or take its FORMAT.name"

@@ -12,7 +12,8 @@ import click
 import pytest
 
 from mcore_rlhf.cli.app import app
-from tests.helpers.pages import FENCE, PAGES, PROJECT, Command, Page, make_clone, masked
+from tests.helpers.forked_cli import forking
+from tests.helpers.pages import FENCE, PAGES, PROJECT, Command, Page, environment, make_clone, masked
 
 # Those that start torchrun, wait, or convert the most.
 SLOW = {
@@ -44,10 +45,17 @@ def _state() -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.fixture(scope="module")
+def forked_cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with forking(tmp_path_factory.mktemp("bin"), environment()) as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("path", list(_pages()))
-def test_a_page_prints_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_says(path: Path, forked_cli: Path, tmp_path: Path) -> None:
+    """Those that are slow, the README among them, start every command as it is installed."""
     page, before = Page.read(path), _state()
-    page.run(make_clone(tmp_path / "clone"))
+    page.run(make_clone(tmp_path / "clone"), first=None if _name(path) in SLOW else forked_cli)
     differences = [_difference(command) for block in page.blocks for command in block if not command.holds]
     assert not differences, f"{_name(path)}: python -m tests.helpers.pages writes what came out\n" + "\n".join(
         differences

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,10 @@ demo's own processes."""
 
 def changes(source: str, table: dict[str, set[str]] = _CHANGES) -> list[str]:
     """Where a module makes, changes or removes files by itself; or, with another table, what else is not its own to do."""
-    tree = ast.parse(source)
-    imported = _imported(tree)
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = _imported(nodes)
     found = []
-    for node in ast.walk(tree):
+    for node in (node for node in nodes if isinstance(node, ast.Name | ast.Attribute | ast.Call)):
         why = _named(node, imported, table)
         if isinstance(node, ast.Call) and table is _CHANGES:
             why = why or _changes(node, imported)
@@ -73,10 +74,10 @@ def changes(source: str, table: dict[str, set[str]] = _CHANGES) -> list[str]:
     return found
 
 
-def _imported(tree: ast.AST) -> dict[str, str]:
+def _imported(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """What each name that is imported stands for, in full."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.asname: alias.name for alias in node.names if alias.asname}
         elif isinstance(node, ast.ImportFrom) and not node.level:

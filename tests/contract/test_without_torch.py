@@ -23,8 +23,9 @@ else:
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def test_all_pairs_of_formats_where_torch_cannot_be_imported(tmp_path: Path) -> None:
-    code = [sys.executable, "-m", "tests.helpers.without_torch", str(tmp_path)]
+@pytest.mark.parametrize("pairs", ["few", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_command_where_torch_cannot_be_imported(tmp_path: Path, pairs: str) -> None:
+    code = [sys.executable, "-m", "tests.helpers.without_torch", str(tmp_path), pairs]
     done = subprocess.run(code, cwd=PROJECT, capture_output=True, text=True, timeout=280)
     *failed, last = done.stdout.splitlines()
     merging = [line for line in failed if line.startswith("merging exits with 2: ")]
@@ -32,7 +33,7 @@ def test_all_pairs_of_formats_where_torch_cannot_be_imported(tmp_path: Path) -> 
     assert "torch, which is not installed here" in done.stdout
     assert f"Install it with: {to_install('torch')}" in done.stdout
     assert not [line for line in failed if line.startswith("exits with")], done.stdout[-3000:]
-    assert last == f"{len(list(commands(tmp_path)))} commands; torch: False"
+    assert last == f"{len(list(commands(tmp_path, pairs == 'few')))} commands; torch: False"
 
 
 def requirements(extra: str = "") -> set[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -104,6 +105,9 @@ def killed(root: Path, at: int) -> dict[str, object]:
 def main(folder: Path) -> list[dict[str, object]]:
     """A save that is not killed, and one for each of its changes."""
     warnings.simplefilter("ignore")
+    save(folder / "imported" / "step_1", OLD)  # what is imported late is so once, not in every child
+    loaded(folder / "imported" / "step_1")
+    gc.freeze()
     whole = killed(folder / "whole", -1)
     return [whole, *(killed(folder / f"at-{at}", at) for at in range(1, int(str(whole["changes"])) + 1))]
 

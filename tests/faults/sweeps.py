@@ -1,4 +1,4 @@
-"""Fails one call of the file system after another, and looks each time at what came of it: ``python -m tests.faults.sweeps SWEEP FOLDER``.
+"""Fails one call of the file system after another, and looks each time at what came of it: ``python -m tests.faults.sweeps FOLDER SWEEP…``.
 
 It runs in a process that ``shim.c`` is preloaded into. What is always true: a step that was committed is still there, a command
 that succeeds has done what it says, and what fails says on which file and why.
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -462,11 +463,39 @@ SWEEPS |= {
 }
 
 
+def _forked(sweep: str, folder: Path, every: int, first: int) -> dict[str, object]:
+    """In a child: a sweep changes how long this package waits, and importing takes longer than most sweeps."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with os.fdopen(write, "w") as answer:
+                json.dump(SWEEPS[sweep].run(folder, every, first), answer)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as told:
+        text = told.read()
+    os.waitpid(child, 0)
+    if not text:
+        raise SystemExit(f"{sweep}: it ended before its end")
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sweep", choices=SWEEPS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th call")
-    parser.add_argument("--first", type=int, default=1, metavar="N", help="from the N-th on")
+    parser.add_argument(
+        "sweeps", nargs="+", metavar="SWEEP[:EVERY[:FIRST]]", help="only every so manieth call, from one on"
+    )
     given = parser.parse_args()
-    json.dump(SWEEPS[given.sweep].run(given.folder, given.every, given.first), sys.stdout, indent=1)
+    asked = [(name, *map(int, more)) for name, *more in (word.split(":") for word in given.sweeps)]
+    json.dump(
+        {name: _forked(name, given.folder / str(at), *(*more, 1, 1)[:2]) for at, (name, *more) in enumerate(asked)},
+        sys.stdout,
+        indent=1,
+    )

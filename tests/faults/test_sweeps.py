@@ -30,10 +30,10 @@ SAMPLE = {
 """Every so manieth call of each."""
 
 
-def swept(shim: Path, folder: Path, sweep: str, every: int = 1, first: int = 1) -> dict[str, Any]:
-    """What came of it, in a process of its own, whose disk fails."""
-    command = [sys.executable, "-m", "tests.faults.sweeps", sweep, str(folder), f"--every={every}", f"--first={first}"]
-    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+def swept(shim: Path, folder: Path, *sweeps: str) -> dict[str, Any]:
+    """What came of each, in a process whose disk fails."""
+    command = [sys.executable, "-m", "tests.faults.sweeps", str(folder), *sweeps]
+    environment = {**os.environ, "LD_PRELOAD": str(shim), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )
@@ -42,9 +42,17 @@ def swept(shim: Path, folder: Path, sweep: str, every: int = 1, first: int = 1) 
     return found
 
 
-@pytest.mark.parametrize(("sweep", "every"), SAMPLE.items())
-def test_a_sample_of_calls(shim: Path, tmp_path: Path, rng: random.Random, sweep: str, every: int) -> None:
-    found = swept(shim, tmp_path / "sweep", sweep, every, rng.randint(1, every))
+@pytest.fixture(scope="module")
+def sampled(shim: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, Any]:
+    """All of the sample, by one process, which imports once."""
+    rng = random.Random(f"{pytestconfig.getoption('--seed')}:sweeps")
+    asked = [f"{sweep}:{every}:{rng.randint(1, every)}" for sweep, every in SAMPLE.items()]
+    return swept(shim, tmp_path_factory.mktemp("sweeps"), *asked)
+
+
+@pytest.mark.parametrize("sweep", SAMPLE)
+def test_a_sample_of_calls(sampled: dict[str, Any], sweep: str) -> None:
+    found = sampled[sweep]
     assert found["faults"] > 2, "nothing failed: is the shim preloaded?"
     assert not found["wrong"], json.dumps(found, indent=1)
 
@@ -53,7 +61,7 @@ def test_a_sample_of_calls(shim: Path, tmp_path: Path, rng: random.Random, sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sweep", SWEEPS)
 def test_every_call(shim: Path, tmp_path: Path, sweep: str) -> None:
-    found = swept(shim, tmp_path / "sweep", sweep)
+    found = swept(shim, tmp_path, sweep)[sweep]
     print(sweep, json.dumps(found["outcomes"]))
     assert found["faults"], "nothing failed: is the shim preloaded?"
     assert not found["wrong"], json.dumps(found, indent=1)

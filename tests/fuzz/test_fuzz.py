@@ -17,7 +17,7 @@ import pytest
 from tests.fuzz import verdict
 from tests.fuzz.child import CANARY, Limits, run
 
-CASES, SEED = 300, 10
+CASES, SEED = 200, 10
 PROJECT = Path(__file__).parents[2]
 # Of memory without end: what is private counts what the process of the tests had before it was forked. And with patience: a
 # busy machine is no hanging command.

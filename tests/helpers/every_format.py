@@ -62,7 +62,7 @@ class Zoo:
         return self._jobs[name]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)  # of all pairs there and back: a smaller one has lost each when it is asked for again
 def opened(path: Path) -> Source:
     """A checkpoint of a test, which nobody changes."""
     return open_checkpoint(path, ReadOptions())

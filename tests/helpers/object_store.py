@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,9 +191,13 @@ def serving(outside: Callable[[S3], Any] = lambda s3: s3) -> Iterator[S3]:
     """
     pytest.importorskip("moto", reason="moto[server], which plays S3, is not installed")
     pytest.importorskip("obstore", reason="obstore, which reads object stores, is not installed")
+    from moto import backends
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
+    backends.list_of_moto_modules = partial(
+        frozenset, frozenset(backends.list_of_moto_modules())
+    )  # else it looks into two hundred folders at each request
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     s3 = S3(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, outside(s3), threaded=True)

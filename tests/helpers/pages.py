@@ -131,13 +131,13 @@ class Page:
         """The console blocks."""
         return [step for step in self.steps if isinstance(step, list)]
 
-    def run(self, clone: Path, seconds: float = 280) -> None:
-        """Paste all of it into a shell in ``clone``."""
+    def run(self, clone: Path, seconds: float = 280, first: Path | None = None) -> None:
+        """Paste all of it into a shell in ``clone``, which looks for commands in a folder before all others."""
         script = clone / ".page.sh"
         with script.open("w", encoding="utf-8") as out:
             for step in self.steps:
                 out.writelines([step] if isinstance(step, str) else [command.text + _AFTER for command in step])
-        output = _bash(script, clone, seconds).replace(str(clone), CLONE)
+        output = _bash(script, clone, seconds, first).replace(str(clone), CLONE)
         done = [command for block in self.blocks for command in block]
         for command, printed in zip(done, _outputs(output, len(done)), strict=True):
             command.printed, command.code = printed
@@ -165,18 +165,24 @@ def _of_shell(line: str) -> str:
     return "Killed" if re.match(r"bash: \d+ Killed ", said) else said
 
 
-def _bash(script: Path, clone: Path, seconds: float) -> str:
-    """All that the script writes; whatever it started and left is ended."""
+def environment(**more: str) -> dict[str, str]:
+    """What a page's shell sees."""
     nowhere = "http://127.0.0.1:9"
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "MCORE_RLHF_"))}
-    environment |= {
-        "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1",
+    found = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "MCORE_RLHF_"))}
+    return {
+        **found, "PATH": f"{Path(sys.executable).parent}:{found['PATH']}", "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1", "TERM": "dumb", "COLUMNS": "140", "LC_ALL": "C.UTF-8",
-        "http_proxy": nowhere, "https_proxy": nowhere, "HF_HUB_OFFLINE": "1", "TMPDIR": str(clone / ".tmp"),
+        "http_proxy": nowhere, "https_proxy": nowhere, "HF_HUB_OFFLINE": "1", **more,
     }  # fmt: skip
+
+
+def _bash(script: Path, clone: Path, seconds: float, first: Path | None) -> str:
+    """All that the script writes; whatever it started and left is ended."""
+    seen = environment(TMPDIR=str(clone / ".tmp"))
+    seen["PATH"] = seen["PATH"] if first is None else f"{first}:{seen['PATH']}"
     (clone / ".tmp").mkdir()
     process = subprocess.Popen(
-        ["bash", "--noprofile", "--norc", script.name], cwd=clone, env=environment, text=True, start_new_session=True,
+        ["bash", "--noprofile", "--norc", script.name], cwd=clone, env=seen, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:

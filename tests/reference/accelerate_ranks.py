@@ -80,7 +80,7 @@ def main(how: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    signal.alarm(120)  # torchrun starts ranks in sessions of their own, which outlive it
+    signal.alarm(120)  # a rank that hangs outlives whoever waits for it
     warnings.simplefilter("ignore")
     told = main(sys.argv[1], Path(sys.argv[2]))
     Path(sys.argv[2], f"seen-{os.environ['RANK']}.json").write_text(json.dumps(told))

@@ -94,7 +94,7 @@ def main(how: str, folder: Path) -> list[Any]:
 
 
 if __name__ == "__main__":
-    signal.alarm(120)  # torchrun starts ranks in sessions of their own, which outlive it
+    signal.alarm(120)  # a rank that hangs outlives whoever waits for it
     warnings.simplefilter("ignore")
     on_the_cpu()
     told = main(sys.argv[1], Path(sys.argv[2]))

@@ -11,6 +11,7 @@ import pytest
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.workers import WorkerPool
 from tests.reference import releases
+from tests.reference.forked_ranks import ForkedRanks
 from tests.reference.lab import Lab
 
 HERE = Path(__file__).parent
@@ -76,3 +77,11 @@ def kernels_pool() -> Iterator[WorkerPool]:
     """Ranks with a Megatron that has Mamba and the gated delta net."""
     with WorkerPool(2, preload="tests.reference.kernels_preload") as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def forked_ranks() -> Iterator[ForkedRanks]:
+    """Ranks of transformers' and accelerate's, each forked for its run."""
+    ranks = ForkedRanks()
+    yield ranks
+    ranks.close()

@@ -164,9 +164,17 @@ def params(cases: list[Case]) -> list[Any]:
 
 
 def targets(cases: list[Case]) -> list[Any]:
+    """Up to two of each; of a run without frozen parts not its own layout, where there is another: ``cube`` has that for all."""
+
+    def is_slow(case: Case, number: int) -> bool:
+        spared = (
+            case.name != "cube" and not case.frozen and len(case.targets) > 1 and case.targets[number] == case.parallel
+        )
+        return case.slow or number > 1 or spared
+
     return [
         pytest.param(
-            case, target, id=f"{case.name}-{number}", marks=[pytest.mark.slow] if case.slow or number > 1 else []
+            case, target, id=f"{case.name}-{number}", marks=[pytest.mark.slow] if is_slow(case, number) else []
         )
         for case in cases
         for number, target in enumerate(case.targets)

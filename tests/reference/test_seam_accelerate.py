@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from mcore_rlhf.families.options import ConvertOptions, WriteOptions
 from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, attach
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
+from tests.reference.forked_ranks import ForkedRanks
 from tests.trainers import hf_runs
 
 LAST = 5
@@ -144,8 +143,8 @@ def test_a_script_that_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_two_ranks(tmp_path: Path, how: str) -> None:
-    ranks("accelerate_ranks", how, str(tmp_path))
+def test_two_ranks(forked_ranks: ForkedRanks, tmp_path: Path, how: str) -> None:
+    forked_ranks.run(2, "tests.reference.accelerate_ranks", how, str(tmp_path))
     for rank in (0, 1):
         seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
         assert seen["resumed"] == seen["whole"]
@@ -158,28 +157,18 @@ def test_two_ranks(tmp_path: Path, how: str) -> None:
     assert ("model.safetensors" in wrote, "pytorch_model_fsdp_0" in wrote) == (how == "ddp", how == "fsdp2")
 
 
-def test_two_ranks_with_deepspeed_go_on_from_what_we_write(tmp_path: Path) -> None:
+def test_two_ranks_with_deepspeed_go_on_from_what_we_write(forked_ranks: ForkedRanks, tmp_path: Path) -> None:
     """Random states, schedule and what was registered lie beside the tag; ``load_state`` takes each of them."""
     written, back = tmp_path / "written", tmp_path / "back"
-    ranks("accelerate_zero", "save", str(tmp_path))
+    forked_ranks.run(2, "tests.reference.accelerate_zero", "save", str(tmp_path))
     write = WriteOptions(zero_stage=2)
     assert convert(
         tmp_path / "step_3", back / "step_3", ConvertOptions(to="deepspeed", fsync=False, write=write)
     ).lossless
     again = convert(back / "step_3", written / "step_3", ConvertOptions(to="deepspeed", fsync=False, write=write))
     assert again.lossless, again.account.lost
-    ranks("accelerate_zero", "load", str(written))
+    forked_ranks.run(2, "tests.reference.accelerate_zero", "load", str(written))
     for rank in (0, 1):
         whole = json.loads((tmp_path / f"save-{rank}.json").read_text())
         assert json.loads((written / f"load-{rank}.json").read_text()) == whole[3:]
         assert len({tuple(step[3:6]) for step in whole}) == LAST
-
-
-def ranks(module: str, *arguments: str) -> None:
-    """Two processes of ``torchrun``'s."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", f"tests.reference.{module}", *arguments]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr

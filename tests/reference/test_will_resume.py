@@ -7,11 +7,8 @@ first batch that is trained on. Nothing here asks the rows what they expect.
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +24,7 @@ from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.helpers.one_key import copies_without
+from tests.reference.forked_ranks import ForkedRanks
 from tests.trainers import hf_runs
 from tests.trainers.hf_runs import HALF, STEPS, model, on_cpu, train
 
@@ -389,20 +387,10 @@ def test_each_file_and_each_key_of_each_taken(step: str, name: str, tmp_path: Pa
     "kind",
     ["SHARDED_STATE_DICT", "FULL_STATE_DICT", "ZERO-2", pytest.param("ZERO-3", marks=pytest.mark.slow)],
 )
-def test_accelerate_with_fsdp_or_deepspeed_each_file_and_each_key_taken(kind: str, tmp_path: Path) -> None:
-    """In a process of its own, which is a rank."""
-    project = Path(__file__).parents[2]
-    words = [sys.executable, "-W", "ignore", "-m", "tests.reference.accelerate_less", kind, str(tmp_path)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(project),
-        "OMP_NUM_THREADS": "1",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-    }
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"} if kind.startswith("ZERO") else {}
-    done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    found = json.loads(next((line for line in done.stdout.splitlines() if line.startswith("{")), "{}"))
-    assert (found.get("whole"), found.get("wrong")) == (True, []), done.stderr[-2000:]
+def test_accelerate_with_fsdp_or_deepspeed_each_file_and_each_key_taken(
+    kind: str, forked_ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    printed = forked_ranks.run(1, "tests.reference.accelerate_less", kind, str(tmp_path), store=False)
+    found = json.loads(next((line for line in printed.splitlines() if line.startswith("{")), "{}"))
+    assert (found.get("whole"), found.get("wrong")) == (True, [])
     assert found["count"] > 40

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Settings
+from tests.reference.forked_ranks import ForkedRanks
 from tests.trainers import hf_runs
 
 pytestmark = pytest.mark.reference
@@ -24,31 +22,23 @@ Seen = list[list[object]]
 STEPS = {"accelerate": "step_3", "transformers": "checkpoint-3"}
 
 
-def ranks(how: str, stage: int, world: int, folder: Path, resume: Path | None = None) -> Seen:
-    """What such a run saw of each step."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    command += [
-        "-m",
-        "tests.reference.zero_runs",
-        how,
-        str(stage),
-        str(folder),
-        *([] if resume is None else [str(resume)]),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    seen: Seen = json.loads((folder / "seen.json").read_text())
-    return seen
+class Ranks:
+    """Runs of ranks, and what they saw of each step."""
+
+    def __init__(self, forked: ForkedRanks) -> None:
+        self._forked = forked
+
+    def __call__(self, how: str, stage: int, world: int, folder: Path, resume: Path | None = None) -> Seen:
+        folder.mkdir()
+        words = [how, str(stage), str(folder), *([] if resume is None else [str(resume)])]
+        self._forked.run(world, "tests.reference.zero_runs", *words)
+        seen: Seen = json.loads((folder / "seen.json").read_text())
+        return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(forked_ranks: ForkedRanks) -> Ranks:
+    return Ranks(forked_ranks)
 
 
 def to(source: Path, target: Path, name: str, **write: object) -> StepJob:
@@ -71,13 +61,17 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[*STEPS])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Seen]:
+def run(
+    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Seen]:
     """Two ranks with ZeRO 2."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     return request.param, folder / STEPS[request.param], ranks(request.param, 2, 2, folder)
 
 
-def test_it_goes_on_as_its_own_run_would(run: tuple[str, Path, Seen], config: Path, tmp_path: Path) -> None:
+def test_it_goes_on_as_its_own_run_would(
+    run: tuple[str, Path, Seen], ranks: Ranks, config: Path, tmp_path: Path
+) -> None:
     """With ``--like`` its groups, stage, ranks and counters are as the run has them; losses and rates are the same to the last bit."""
     how, step, whole = run
     done = to(by_megatron(step, tmp_path, config), tmp_path / "back", how, like=str(step), reference_config=str(config))
@@ -92,7 +86,7 @@ def test_it_goes_on_as_its_own_run_would(run: tuple[str, Path, Seen], config: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(3, 1), (1, 2)])
 def test_of_another_stage_and_number_of_ranks(
-    run: tuple[str, Path, Seen], config: Path, tmp_path: Path, stage: int, world: int
+    run: tuple[str, Path, Seen], ranks: Ranks, config: Path, tmp_path: Path, stage: int, world: int
 ) -> None:
     """A run of that stage shows how it is; accelerate's schedule counts once for every process in a step."""
     how, step, whole = run

@@ -94,7 +94,7 @@ def trained(stage: int, folder: Path, resume: str | None) -> list[Any]:
 
 
 if __name__ == "__main__":
-    signal.alarm(150)  # torchrun starts ranks in sessions of their own, which outlive it
+    signal.alarm(150)  # a rank that hangs outlives whoever waits for it
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     how, given, folder, *resume = sys.argv[1:]

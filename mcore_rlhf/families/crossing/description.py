@@ -33,7 +33,7 @@ from mcore_rlhf.models.huggingface.config import (
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
 from mcore_rlhf.models.implied import against_config
-from mcore_rlhf.models.meaning import Kind
+from mcore_rlhf.models.meaning import Kind, declared
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import complete
 from mcore_rlhf.models.meaning.kinds import equal
@@ -137,7 +137,8 @@ class Described:
 
     def undeclared(self) -> dict[str, object]:
         """Arguments that nobody declares: they wait in ``config.json``, as far as it can hold them."""
-        meanings = of_arguments(self.args, self.known.fields).values()
+        strange = {name: value for name, value in self.args.items() if name not in declared.arguments()}
+        meanings = of_arguments(strange, self.known.fields).values()
         return {name: self.args[name] for name in undeclared(meanings, self.options.ignore_fields) if name != ORIGIN}
 
     def unsaid(self) -> Sequence[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from itertools import groupby
 
 from mcore_rlhf.errors import Unsupported
@@ -108,8 +109,9 @@ def _places(order: Iterable[str]) -> dict[str, tuple[int, int, int]]:
     return places
 
 
-def _pattern(name: str) -> tuple[str, list[int]]:
+@lru_cache(maxsize=1 << 16)  # a model's names are asked for again for each file and each target
+def _pattern(name: str) -> tuple[str, tuple[int, ...]]:
     """A name with ``{i}`` or ``{k}``, and ``{e}``, in the place of its numbers; and these."""
-    numbers = [int(number) for number in _NUMBER.findall(name)]
+    numbers = tuple(int(number) for number in _NUMBER.findall(name))
     marks = iter((NEXT if name.startswith(_BESIDE) else LAYER, EXPERT))
     return _NUMBER.sub(lambda found: next(marks, found[0]), name), numbers

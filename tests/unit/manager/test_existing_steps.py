@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,26 @@ from mcore_rlhf.manager.run import retention as branches
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from tests.distributed.forked import SERVER
 
 from .roots import make_step
 
 QUIET = ManagerOptions(catch_signals=False, fsync=False, asynchronous=False, keep=Retention([KeepLast(1)]))
 CONTINUE = replace(QUIET, on_existing="continue")
-_ANOTHER_RUN = """
-import sys, torch
-from mcore_rlhf import CheckpointManager, ManagerOptions
-with CheckpointManager(sys.argv[1], torch.nn.Linear(3, 2), options=ManagerOptions(catch_signals=False)) as manager:
-    for step in map(int, sys.argv[2:]):
-        manager.save(step)
-"""
+
+
+def _be_another_run(root: Path, numbers: tuple[int, ...]) -> None:
+    with CheckpointManager(root, torch.nn.Linear(3, 2), options=ManagerOptions(catch_signals=False)) as manager:
+        for step in numbers:
+            manager.save(step)
 
 
 def another_run(root: Path, *numbers: int) -> None:
     """Save steps in a process of their own."""
-    words = [sys.executable, "-c", _ANOTHER_RUN, str(root), *map(str, numbers)]
-    subprocess.run(words, check=True, timeout=120)
+    child = SERVER.Process(target=_be_another_run, args=(root, numbers))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
 
 
 def manager(root: Path, options: ManagerOptions = QUIET) -> CheckpointManager:

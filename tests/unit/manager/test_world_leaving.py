@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mcore_rlhf.manager.run.together import GOES_AFTER
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+from tests.distributed.forked import SERVER
 
 PATIENCE = 2.0
 
@@ -47,8 +47,7 @@ def _rank(rank: int, folder: str, job: str) -> None:
 
 @pytest.mark.parametrize("job", ["collective", "slow", "none"])
 def test_the_rank_that_failed_goes(tmp_path: Path, job: str) -> None:
-    context = mp.get_context("spawn")
-    ranks = [context.Process(target=_rank, args=(rank, str(tmp_path), job)) for rank in range(2)]
+    ranks = [SERVER.Process(target=_rank, args=(rank, str(tmp_path), job)) for rank in range(2)]
     for one in ranks:
         one.start()
     for one in ranks:

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.helpers.conversions import GOLDENS
+from tests.helpers.forked_cli import forking
 from tests.helpers.killed import PROJECT, content, run
 
 LAUNCH = PROJECT / "tools" / "launch"
@@ -27,20 +28,16 @@ echo "   Command={launch}/convert.sbatch x y"
 """
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Mapping[str, str]:
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """An environment in which ``mcore-rlhf`` is this source, and SLURM's commands are there."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    programs = {
-        "mcore-rlhf": f'#!/usr/bin/env bash\nexec {sys.executable} -m mcore_rlhf "$@"\n',
-        "srun": SRUN,
-        "scontrol": SCONTROL.format(launch=LAUNCH),
-    }
-    for name, text in programs.items():
+    folder = tmp_path_factory.mktemp("bin")
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL.format(launch=LAUNCH)}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT)}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(PROJECT)}
+    with forking(folder, environment):
+        yield environment
 
 
 @pytest.fixture(scope="module")
