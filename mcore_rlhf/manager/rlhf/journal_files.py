@@ -10,7 +10,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import CheckpointError, Corrupt, LayoutMismatch, NotACheckpoint, Unreadable, Unsupported, shown
+from ...errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    NotACheckpoint,
+    Unreadable,
+    Unsupported,
+    shown,
+)
 from ...installation import to_upgrade
 from ...storage.appending import SUFFIX
 from ...storage.beneath import Beneath, make_folder, open_there_to_lock, remove_beneath, write_new
@@ -136,6 +145,11 @@ def read_folder(root: ReadablePath) -> JournalFolder:
         )
     try:
         data = read_bytes(folder / MARK)
+    except FileNotFoundError:
+        raise Incomplete(
+            f"{folder / MARK}: is not there: nothing says of which run the journal is\n"
+            "Put it back: the next start makes a new one, to which what lies there is another run's, and is sampled again."
+        ) from None
     except OSError as error:
         raise cannot_open(error, folder / MARK) from error
     return JournalFolder(folder, JournalMark.from_bytes(data, str(folder / MARK)))

@@ -39,6 +39,7 @@ from mcore_rlhf.storage import patience
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.framed import frame_head
 from mcore_rlhf.storage.records import record_of
+from tests.unit.manager.roots import make_step
 
 QUICK = Pace(write_s=0.001, sync_s=0.005)
 
@@ -449,6 +450,18 @@ def test_the_command_where_there_is_none(tmp_path: Path) -> None:
     write(tmp_path, sampler().next_batch(1))
     assert command("journal", tmp_path)[0] == 0, "before the first step as well"
     assert command("steps", tmp_path)[0] == 1
+
+
+def test_the_command_says_where_a_journal_is_that_is_not_here(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    make_step(root, 1)
+    write(root, sampler().next_batch(1))
+    code, said = command("journal", tmp_path)
+    assert (code, said.endswith(f"Is {root} meant?\n")) == (2, True), said
+    (root / "journal" / "journal.json").unlink()
+    code, said = command("journal", root)
+    assert code == 1
+    assert "journal.json: is not there: nothing says of which run the journal is\nPut it back" in said
 
 
 WITHOUT_TORCH = """
