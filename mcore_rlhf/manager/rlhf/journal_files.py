@@ -18,6 +18,7 @@ from ...errors import (
     NotACheckpoint,
     Unreadable,
     Unsupported,
+    UsageError,
     shown,
 )
 from ...installation import to_upgrade
@@ -27,7 +28,7 @@ from ...storage.framed import Frame, FrameReader
 from ...storage.paths import ReadablePath, cannot_open, storage_error
 from ...storage.publish import sync_folder
 from ...storage.reading import parse_json, read_bytes
-from ...storage.records import record_of, text_of
+from ...storage.records import record_of, shorten, text_of
 from .rollouts import StoredPlace, read_place
 
 FOLDER, MARK = "journal", "journal.json"
@@ -106,9 +107,12 @@ def open_folder(root: Path, fingerprint: Mapping[str, str]) -> tuple[Path, Journ
         fingerprint: See :class:`JournalMark`.
 
     Raises:
+        UsageError: The fingerprint is none.
         StorageError: It cannot be read or written.
         CheckpointError: It is of another run, or another version.
     """
+    if not all(isinstance(one, str) for item in fingerprint.items() for one in item):
+        raise UsageError(f"fingerprint: expected names and texts, found {shorten(dict(fingerprint))}")
     folder = root / FOLDER
     path = folder / MARK
     mine = JournalMark(FORMAT, VERSION, os.urandom(16).hex(), dict(fingerprint))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.convert import ConvertOptions, convert
@@ -54,10 +55,18 @@ def check_values(options: object, choices: Mapping[str, Sequence[str]], problems
         if value not in allowed:
             problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
     timeout, keep = (getattr(options, name) for name in ("timeout", "keep"))
-    if not timeout > 0:
+    if not _is_positive(timeout):
         problems.add(UsageError, f"timeout: expected a positive number of seconds, found {timeout!r}")
     if keep is not None and not isinstance(keep, Retention):
         problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+
+
+_KINDS = {"bool": (bool,), "Deadline | None": (Deadline, NoneType), "Worlds | None": (Worlds, NoneType)}
+"""Options that something else would pass for: a text that says no is true."""
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +205,11 @@ class ManagerOptions:
             object.__setattr__(self, "mirror", Mirror(self.mirror))
         problems = Problems()
         check_values(self, _CHOICES, problems)
-        if self.save_timeout is not None and not self.save_timeout > 0:
+        for one in fields(self):
+            value, kind = getattr(self, one.name), _KINDS.get(str(one.type))
+            if kind is not None and not isinstance(value, kind):
+                problems.add(UsageError, f"{one.name}: expected {one.type}, found {value!r}")
+        if self.save_timeout is not None and not _is_positive(self.save_timeout):
             problems.add(
                 UsageError, f"save_timeout: expected a positive number of seconds, found {self.save_timeout!r}"
             )

@@ -30,7 +30,7 @@ from mcore_rlhf import (
     RolloutJournal,
 )
 from mcore_rlhf.cli.app import app
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError, UsageError
 from mcore_rlhf.manager.rlhf import journal_files
 from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.rlhf.data_state import unpack
@@ -441,6 +441,23 @@ def test_the_command(tmp_path: Path) -> None:
     assert code == 0
     assert "10 rollouts of 2 producers" in said
     assert "step 2: 8 trained on, 2 finished" in said
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda root: RolloutJournal(root, max_staleness=-1),
+        lambda root: RolloutJournal(root, max_staleness="4"),
+        lambda root: RolloutJournal(root, fingerprint={"tokenizer": 5}),
+        lambda root: JournalWriter(root, "a", fingerprint={"tokenizer": 5}),
+        lambda root: JournalWriter(root, "a", pace=5),
+    ],
+)
+def test_a_mistake_leaves_no_journal_behind(tmp_path: Path, make: Any) -> None:
+    """A number in a fingerprint was written, and nobody could open the journal from then on."""
+    with pytest.raises(UsageError, match=r"max_staleness|fingerprint|pace"):
+        make(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_command_where_there_is_none(tmp_path: Path) -> None:
