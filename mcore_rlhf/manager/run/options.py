@@ -22,6 +22,7 @@ from .rng import Policy as RngPolicy
 from .world import Worlds
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch.utils.tensorboard import SummaryWriter
 
 _CHOICES = {
@@ -42,11 +43,11 @@ _LEVELS: dict[Kind, int] = {
 """Deleting logs a line of its own, with the size, wherever it is done."""
 
 
-def check_values(options: object, choices: Mapping[str, Sequence[str]], problems: Problems) -> None:
+def check_values(options: DataclassInstance, choices: Mapping[str, Sequence[str]], problems: Problems) -> None:
     """See that what options for saving have in common has values that it can have.
 
     Args:
-        options: With ``timeout``, ``keep`` and what :attr:`choices` names.
+        options: With ``timeout``, ``keep``, switches, and what :attr:`choices` names.
         choices: Of each option the words that it may be.
         problems: Takes what is wrong.
     """
@@ -54,6 +55,10 @@ def check_values(options: object, choices: Mapping[str, Sequence[str]], problems
         value = getattr(options, name)
         if value not in allowed:
             problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+    for one in fields(options):
+        value, kind = getattr(options, one.name), _KINDS.get(str(one.type))
+        if kind is not None and not isinstance(value, kind):
+            problems.add(UsageError, f"{one.name}: expected {one.type}, found {value!r}")
     timeout, keep = (getattr(options, name) for name in ("timeout", "keep"))
     if not _is_positive(timeout):
         problems.add(UsageError, f"timeout: expected a positive number of seconds, found {timeout!r}")
@@ -205,10 +210,6 @@ class ManagerOptions:
             object.__setattr__(self, "mirror", Mirror(self.mirror))
         problems = Problems()
         check_values(self, _CHOICES, problems)
-        for one in fields(self):
-            value, kind = getattr(self, one.name), _KINDS.get(str(one.type))
-            if kind is not None and not isinstance(value, kind):
-                problems.add(UsageError, f"{one.name}: expected {one.type}, found {value!r}")
         if self.save_timeout is not None and not _is_positive(self.save_timeout):
             problems.add(
                 UsageError, f"save_timeout: expected a positive number of seconds, found {self.save_timeout!r}"
