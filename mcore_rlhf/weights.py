@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_rlhf.consolidate import memory_layout, torch_tensor
 from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
-from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, Record, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError, log_of
 from mcore_rlhf.families.complete import gaps, refuse_left_out
@@ -53,6 +54,8 @@ _TAKE_IT_WHOLE = "Take the weights whole, with tp_size=1, and cut them as your e
 _WAITING = 1
 """Tensors that are ready before they are asked for; one more is being read, and one is whoever asks's."""
 _LOOK_S = 0.2
+_NEARLY_ALL = 0.96
+"""Of a record's bytes. The rest, such as what lies between tensors, is read to check it: a rank reads no more than 1.05 of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +144,8 @@ def iter_weights(
     """The weights of a checkpoint, a pair of name and tensor at a time; no optimizer state is read.
 
     Records are read whole, and checked by their checksums when the last of each has been read: what was taken is to be used once the
-    iteration has ended. Of a record out of which a tensor-parallel rank has a part of a tensor nothing else is read, and it is not
-    checked. Three tensors are in memory at most.
+    iteration has ended. Of a record of which a tensor-parallel rank has a part nothing else is read, and it is not checked. Three tensors
+    are in memory at most.
 
     Args:
         path: A root, a step, a role's folder or whatever else ``mcore-rlhf inspect`` takes; a URL of a store as well.
@@ -349,7 +352,8 @@ class _Stream:
 def read(wanted: Wanted, memory: Memory) -> None:
     """Plan every tensor, and read them in their order.
 
-    Of records out of which a part of a tensor is wanted nothing else is read; all others that are needed are read whole, and checked.
+    Records are read whole, and checked. Where a tensor-parallel rank's part is wanted, those are of which nearly all is; of others, such as
+    the one in which a Megatron rank keeps all that it has, of which another rank wants the norms, nothing else is read.
 
     Args:
         wanted: What.
@@ -364,12 +368,15 @@ def read(wanted: Wanted, memory: Memory) -> None:
     )
     target = Target("weights", wanted.view, files, wanted.seen.notes)
     job, problems = Job(wanted.whole, target, seen=None if wanted.seen is wanted.whole else wanted.seen), Problems()
-    whole, in_parts = set[tuple[str, str]](), set[tuple[str, str]]()
-    for file, box in zip(files, wanted.boxes, strict=True):
-        found = {(record.file, record.key) for record in job.plan(file, problems)[1].read}
-        (whole if box is None else in_parts).update(found)
+    records, asked = dict[tuple[str, str], Record](), Counter[tuple[str, str]]()
+    for file in files:
+        for copy in job.plan(file, problems)[1].copies:
+            place = copy.source.file, copy.source.key
+            records[place] = copy.source
+            asked[place] += copy.numel * copy.source.dtype.itemsize
     problems.raise_if_any()
-    checked = whole - in_parts
+    least = 0.0 if all(box is None for box in wanted.boxes) else _NEARLY_ALL
+    checked = {place for place, record in records.items() if asked[place] >= least * record.nbytes}
     stored = tuple(
         replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in checked), whole=None)
         for file in wanted.whole.files

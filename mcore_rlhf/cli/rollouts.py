@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
-from mcore_rlhf.errors import Unreadable, headline
+from mcore_rlhf.errors import NotACheckpoint, Unreadable, headline
 from mcore_rlhf.manager.rlhf.consumed import Consumed, consumed_by
-from mcore_rlhf.manager.rlhf.journal_files import JournalFolder, Segment, read_folder
+from mcore_rlhf.manager.rlhf.journal_files import FOLDER, JournalFolder, Segment, has_journal, read_folder
 from mcore_rlhf.manager.rlhf.rollouts import StoredPlace
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.steps import Step
+from mcore_rlhf.manager.runs import meant_below
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.reading import read_json
 
@@ -68,6 +69,8 @@ def show_journal(given: Path, max_staleness: int | None, json: bool) -> None:
         click.exceptions.Exit: With code 1 where something is damaged or of another run; with 2 where something cannot be read.
     """
     root = require_root(given)
+    if not has_journal(root) and (hint := meant_below(root, has_journal)):
+        raise NotACheckpoint(f"{root / FOLDER}: there is no rollout journal\n{hint}")
     files, newest = read_folder(root), Newest.of(root)
     for _ in files.read():
         pass

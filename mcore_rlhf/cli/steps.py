@@ -24,7 +24,7 @@ from mcore_rlhf.manager.run.mirror_status import STATUS, MirrorStatus
 from mcore_rlhf.manager.run.naming import Naming
 from mcore_rlhf.manager.run.retention import Deletion, KeepBest, KeepEvery, KeepLast, KeepRule, Retention, SizeCap
 from mcore_rlhf.manager.run.steps import Step
-from mcore_rlhf.manager.runs import listed_steps, naming_of, step_at, tracked_in
+from mcore_rlhf.manager.runs import listed_steps, meant_below, naming_of, step_at, tracked_in
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath, absolute, parse_size
 from mcore_rlhf.storage.patience import is_there
@@ -123,8 +123,7 @@ def _require_steps(root: ReadablePath) -> None:
     names = [child.name for child in root.iterdir()]
     if not names or any(name in _OF_A_ROOT or name.startswith(".") for name in names) or listed_steps(root):
         return
-    below = next((root / name for name in sorted(names) if (root / name).is_dir() and listed_steps(root / name)), None)
-    hint = f"Is {below} meant?" if below is not None else "Give the folder that holds global_step_N folders."
+    hint = meant_below(root) or "Give the folder that holds global_step_N folders."
     if is_model(root):
         newer = newer_non_persistent(root, None)
         hint = f"It is a checkpoint itself. Look at it: mcore-rlhf inspect {root}" + (

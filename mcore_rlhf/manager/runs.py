@@ -7,7 +7,7 @@ ours, verl's and RLinf's, are :mod:`.run.steps`'s to describe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -248,6 +248,18 @@ def listed_steps(root: ReadablePath) -> list[Step]:
     found = steps.listed(root)
     other = None if found else run_at(root)
     return found if other is None else other.listed()
+
+
+def meant_below(root: ReadablePath, holds: Callable[[ReadablePath], object] = listed_steps) -> str:
+    """A question, where a run that is looked for in a folder lies in one of that folder's own; empty where it does not.
+
+    Args:
+        root: A folder that is no run's.
+        holds: Whether a folder is.
+    """
+    found = (root / name for name in sorted(names_in(root)) if may_be_folder(root / name) and holds(root / name))
+    below = next(found, None)
+    return "" if below is None else f"Is {below} meant?"
 
 
 def naming_of(root: ReadablePath) -> Naming:

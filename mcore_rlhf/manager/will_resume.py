@@ -37,7 +37,7 @@ from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect
 from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.verify.itself import wrong_with
 
-from .runs import counted_step, run_at, step_at
+from .runs import counted_step, meant_below, run_at, step_at
 
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
 _DEPTH = 6
@@ -182,9 +182,11 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
         return Taken(path, "named", _places(path, trainer))
     taken = _of_root(path, loader, settings)
     if taken.folder is None and not taken.stops and not _holds_steps(path, trainer):
-        raise NotACheckpoint(
-            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100) or trainer.marks[0]}\n"
+        hint = meant_below(path, lambda below: _holds_steps(_root_in(below, trainer), trainer)) or (
             "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
+        )
+        raise NotACheckpoint(
+            f"{path}: holds no step of {trainer.title}, such as {trainer.folder_of(100) or trainer.marks[0]}\n{hint}"
         )
     return taken if taken.folder is None else replace(taken, places=_places(taken.folder, trainer))
 
@@ -310,20 +312,28 @@ def _taken_by_role(path: ReadablePath, trainer: Trainer) -> Taken:
     said: list[str] = []
     if trainer.wrote(path) and trainer.step_of(path.name) is not None:
         return Taken(path, "named", {"": path})
-    roles = {role: path / names[0] for role, names in trainer.roles.items()}
-    there = {role: folder for role, folder in roles.items() if folder.is_dir()} or {"": path}
+    there = _by_role(path, trainer)
     for role, folder in there.items():
         found = _tracked(folder, trainer)
         said.append(f"{role}: {found.why}" if role else found.why)
         if found.folder is not None:
             places[role] = found.folder
     if not places and not any(_holds_steps(folder, trainer) for folder in there.values()):
+        hint = meant_below(
+            path, lambda one: any(_holds_steps(folder, trainer) for folder in _by_role(one, trainer).values())
+        )
         raise NotACheckpoint(
             f"{path}: holds no run of {trainer.title}: neither {', '.join(names[0] for names in trainer.roles.values())}, nor a tracker\n"
-            "Give the folder that ckpt.path names."
+            f"{hint or 'Give the folder that ckpt.path names.'}"
         )
     lacking = len(places) < len(there)
     return Taken(None if lacking else path, "; ".join(said), places)
+
+
+def _by_role(path: ReadablePath, trainer: Trainer) -> dict[str, ReadablePath]:
+    """The folders of a run's roles, or its own where it has none of them."""
+    folders = {role: path / names[0] for role, names in trainer.roles.items()}
+    return {role: folder for role, folder in folders.items() if folder.is_dir()} or {"": path}
 
 
 def _places(step: ReadablePath, trainer: Trainer) -> dict[str, ReadablePath]:

@@ -42,7 +42,7 @@ def trainer_named(name: str) -> Trainer | None:
     return next((one for one in TRAINERS if one.name == name), None)
 
 
-_OF_FORMATS = ("*.safetensors", "*.distcp", "mp_rank_*", "*_model_states.pt", "latest_universal")
+_OF_FORMATS = ("*.safetensors", "*.distcp", "mp_rank_*", "*_model_states.pt", "latest_universal", "state.pt")
 """What frameworks leave in a model's folder, whatever trainer ran."""
 
 

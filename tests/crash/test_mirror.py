@@ -292,6 +292,31 @@ def test_a_server_that_is_away_costs_a_line_and_no_step(s3: S3, tmp_path: Path) 
     assert status.problem == ""
 
 
+def test_a_root_that_cannot_be_read_for_a_moment_ends_no_mirror(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed was asked once more, to say what waits: with that the thread had ended, and nothing was sent any more."""
+    run, heard, real = MirroredRun(), list[Event](), steps.listed
+    stale = threading.Event()
+
+    def listed(root: Any) -> Any:
+        if stale.is_set() and threading.current_thread().name == "mcore_rlhf mirror":
+            raise StorageError(f"{root}: cannot list: Stale file handle")
+        return real(root)
+
+    monkeypatch.setattr(steps, "listed", listed)
+    with run.manager(tmp_path / "root", url("stale"), on_event=heard.append) as manager:
+        stale.set()
+        saved(manager, run, 1)
+        while not kinds(heard, "failed"):
+            time.sleep(0.05)
+        assert "Stale file handle\nTraining goes on, it is tried again" in heard[-1].text
+        stale.clear()
+        saved(manager, run, 2)
+        assert manager.wait_for_mirror(30) == []
+    assert mirrored("stale") == [1, 2]
+
+
 def test_closing_waits_for_the_root_alone_and_the_next_start_goes_on(s3: S3, tmp_path: Path) -> None:
     s3.delay = 1.0
     run = MirroredRun()

@@ -74,6 +74,7 @@ def test_killed_at_some_moments_and_gone_on_with(tmp_path: Path, seed: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_killed_at_every_moment_and_gone_on_with(tmp_path: Path, seed: int) -> None:
     kills(tmp_path, seed, 1000)
 

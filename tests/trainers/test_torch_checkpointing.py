@@ -44,6 +44,7 @@ from tests.trainers.lab import PROJECT
 RELEASE = "torch_checkpointing-0.1.1"
 GOLDENS = PROJECT / "tests" / "goldens" / "torch_checkpointing"
 pytestmark = pytest.mark.timeout(300)
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1500))
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +207,7 @@ def save_one(environment: Mapping[str, str], package: str, value: float) -> None
     manager(overwrite=True).save(url("runs/step_1"), state(value, MANY))
 
 
-@pytest.mark.parametrize("nth", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["one in four", "each"])
+@pytest.mark.parametrize("nth", [4, pytest.param(1, marks=SLOW)], ids=["one in four", "each"])
 def test_a_kill_at_any_request_leaves_all_or_nothing(s3: S3, package: Path, nth: int, rng: random.Random) -> None:
     outcomes = []
     for number in itertools.count(rng.randrange(nth), nth):
@@ -276,7 +277,7 @@ def rank_values(root: str = "runs/step_1") -> tuple[float | None, ...]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("nth", [11, pytest.param(1, marks=pytest.mark.slow)], ids=["one in eleven", "each"])
+@pytest.mark.parametrize("nth", [11, pytest.param(1, marks=SLOW)], ids=["one in eleven", "each"])
 def test_two_ranks_that_are_killed_at_any_request_leave_all_or_nothing(
     s3: S3, package: Path, who: str, nth: int, rng: random.Random
 ) -> None:

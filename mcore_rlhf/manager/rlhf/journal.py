@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import CheckpointError, Problems, headline, log_of
+from ...errors import CheckpointError, Problems, UsageError, headline, log_of
 from ...storage.framed import payload_at
 from ...storage.paths import local_path
 from ..run import steps
@@ -80,6 +80,7 @@ class RolloutJournal:
         counts: See :class:`JournalCounts`.
 
     Raises:
+        UsageError: ``max_staleness`` is no number of versions.
         CheckpointError: It cannot be opened, or holds segments of another run or a newer release; all are named.
     """
 
@@ -91,6 +92,8 @@ class RolloutJournal:
     _finished: dict[tuple[int, int], dict[int, StoredRollout]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        if self.max_staleness is not None and (type(self.max_staleness) is not int or self.max_staleness < 0):
+            raise UsageError(f"max_staleness: expected a whole number from 0 on, or None, found {self.max_staleness!r}")
         self.root = local_path(self.root).absolute()
         self._files = JournalFolder(*open_folder(self.root, self.fingerprint))
         self.refresh()

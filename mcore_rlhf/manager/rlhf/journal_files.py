@@ -10,7 +10,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import CheckpointError, Corrupt, LayoutMismatch, NotACheckpoint, Unreadable, Unsupported, shown
+from ...errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    NotACheckpoint,
+    Unreadable,
+    Unsupported,
+    UsageError,
+    shown,
+)
 from ...installation import to_upgrade
 from ...storage.appending import SUFFIX
 from ...storage.beneath import Beneath, make_folder, open_there_to_lock, remove_beneath, write_new
@@ -18,7 +28,7 @@ from ...storage.framed import Frame, FrameReader
 from ...storage.paths import ReadablePath, cannot_open, storage_error
 from ...storage.publish import sync_folder
 from ...storage.reading import parse_json, read_bytes
-from ...storage.records import record_of, text_of
+from ...storage.records import record_of, shorten, text_of
 from .rollouts import StoredPlace, read_place
 
 FOLDER, MARK = "journal", "journal.json"
@@ -97,9 +107,12 @@ def open_folder(root: Path, fingerprint: Mapping[str, str]) -> tuple[Path, Journ
         fingerprint: See :class:`JournalMark`.
 
     Raises:
+        UsageError: The fingerprint is none.
         StorageError: It cannot be read or written.
         CheckpointError: It is of another run, or another version.
     """
+    if not all(isinstance(one, str) for item in fingerprint.items() for one in item):
+        raise UsageError(f"fingerprint: expected names and texts, found {shorten(dict(fingerprint))}")
     folder = root / FOLDER
     path = folder / MARK
     mine = JournalMark(FORMAT, VERSION, os.urandom(16).hex(), dict(fingerprint))
@@ -136,6 +149,11 @@ def read_folder(root: ReadablePath) -> JournalFolder:
         )
     try:
         data = read_bytes(folder / MARK)
+    except FileNotFoundError:
+        raise Incomplete(
+            f"{folder / MARK}: is not there: nothing says of which run the journal is\n"
+            "Put it back: the next start makes a new one, to which what lies there is another run's, and is sampled again."
+        ) from None
     except OSError as error:
         raise cannot_open(error, folder / MARK) from error
     return JournalFolder(folder, JournalMark.from_bytes(data, str(folder / MARK)))

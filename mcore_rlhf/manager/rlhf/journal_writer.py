@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ...errors import StorageError
+from ...errors import StorageError, UsageError
 from ...storage.appending import AppendCounts, AppendLog, Pace
 from ...storage.paths import local_path
 from .journal_files import FORMAT, VERSION, JournalMark, open_folder
@@ -30,6 +30,7 @@ class JournalWriter:
         on_problem: Hears what is wrong, and None once it is well again; called in another thread.
 
     Raises:
+        UsageError: Something has a value that it cannot have.
         StorageError: The journal cannot be opened.
         CheckpointError: It is another run's, or a newer release's.
     """
@@ -44,6 +45,8 @@ class JournalWriter:
         on_error: Literal["continue", "raise"] = "continue",
         on_problem: Callable[[StorageError | None], None] = lambda problem: None,
     ) -> None:
+        if pace is not None and not isinstance(pace, Pace):
+            raise UsageError(f"pace: expected a JournalPace, such as JournalPace(sync_s=2), found {pace!r}")
         folder, found = open_folder(local_path(root).absolute(), fingerprint)
         mark = JournalMark(FORMAT, VERSION, found.run, dict(fingerprint), producer)
         self._log = AppendLog(folder, producer, mark.to_bytes(), pace or Pace(), on_error, on_problem)

@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -48,7 +49,7 @@ class Rollout:
         version: Version of the weights that it was made with.
         seed: The sample's own that it was made with, of :attr:`~.prompts.Prompt.sample_seeds`: where another one is asked for, it is
             another run's. 0 where nobody knows.
-        reward: Its reward, where it is known already.
+        reward: Its reward, where it is known already; True and False are 1 and 0.
         tensors: ``tokens``, ``logprobs``, …: arrays or tensors of any shape.
         extra: What else belongs to it: plain values that JSON can hold.
     """
@@ -88,7 +89,7 @@ class Rollout:
         """It as bytes: a head in JSON behind its length, then the tensors' elements, C-contiguous, little-endian.
 
         Raises:
-            UsageError: A tensor is none, or something is no plain value.
+            UsageError: A tensor is none, or something is not what can be read back.
         """
         parts: list[bytes | memoryview] = []
         told: list[tuple[str, str, tuple[int, ...]]] = []
@@ -97,13 +98,22 @@ class Rollout:
             told.append((name, dtype, shape))
             parts.append(data)
         head = {
-            "prompt_id": self.prompt_id, "epoch": self.epoch, "position": self.position, "sample": self.sample,
-            "version": self.version, "seed": self.seed, "reward": self.reward, "tensors": told, "extra": self.extra,
+            "prompt_id": str(self.prompt_id) if isinstance(self.prompt_id, str) else _whole("prompt_id", self.prompt_id),
+            "epoch": _whole("epoch", self.epoch, 0), "position": _whole("position", self.position, 0),
+            "sample": _whole("sample", self.sample, 0), "version": _whole("version", self.version),
+            "seed": _whole("seed", self.seed), "reward": _number("reward", self.reward), "tensors": told, "extra": self.extra,
         }  # fmt: skip
+        if not isinstance(self.extra, Mapping):
+            raise UsageError(f"rollout: extra: expected names and values, found {shorten(self.extra)}")
         try:
             text = _ENCODE(head).encode()
         except (TypeError, ValueError) as error:
             raise UsageError(f"rollout {self.key}: holds what JSON cannot: {error}") from None
+        if len(text) > _MAX_HEAD or len(told) > _MAX_TENSORS:
+            raise UsageError(
+                f"rollout {self.key}: {len(told):,} tensors, and {len(text):,} bytes beside them, are more than the "
+                f"{_MAX_TENSORS:,} and {_MAX_HEAD:,} that are read back\nPut what is large into one tensor."
+            )
         return b"".join((_LENGTH.pack(len(text)), text, *parts))
 
     @classmethod
@@ -148,6 +158,30 @@ class RolloutHead:
 
 _PLAIN = ("prompt_id", "epoch", "position", "sample", "version", "seed", "reward", "extra")
 _ENCODE = json.JSONEncoder(separators=(",", ":"), default=lambda value: _plain(value)).encode
+
+
+def _whole(name: str, value: object, least: int | None = None) -> int:
+    """A whole number as Python's; a rollout of another would be a damaged one to whoever reads it."""
+    found = value if type(value) is int else _one(value)
+    if type(found) is not int or (least is not None and found < least):
+        begin = "" if least is None else f" from {least} on"
+        raise UsageError(f"rollout: {name}: expected a whole number{begin}, found {shorten(value)}")
+    return found
+
+
+def _number(name: str, value: object) -> float | None:
+    """A number, of which right and wrong are 1 and 0, or none."""
+    found = value if value is None or type(value) is float else _one(value)
+    if found is not None and not isinstance(found, int | float):
+        raise UsageError(f"rollout: {name}: expected a number or None, found {shorten(value)}")
+    return None if found is None else float(found)
+
+
+def _one(value: object) -> object:
+    """See :func:`_plain`; anything else is as it is."""
+    with suppress(TypeError):
+        return _plain(value)
+    return value
 
 
 def _plain(value: object) -> object:
@@ -208,6 +242,8 @@ def _read_head(data: bytes | memoryview, where: str) -> tuple[RolloutHead, int]:
 
 def _elements(name: str, value: object) -> tuple[str, tuple[int, ...], bytes | memoryview]:
     """The type, the shape and the elements of an array or tensor."""
+    if type(name) is not str:
+        raise UsageError(f"rollout: tensors: expected names, found {shorten(name)}")
     torch = sys.modules.get("torch")  # a tensor cannot exist before torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
         dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)

@@ -353,16 +353,14 @@ class Mirroring:
     def _trouble(self, problem: str, text: str) -> None:
         """Say why nothing is sent now."""
         self._change(problem=problem)
-        left = self.waiting()
-        nbytes = sum(step.nbytes for step in left)
-        self._reporter.say(
-            "failed",
-            None,
-            f"the mirror {self._options.url}: {text}\n"
-            f"Training goes on, {len(left)} steps wait ({human(nbytes)}), and it is tried again",
-            waiting=len(left),
-            waiting_bytes=nbytes,
-        )
+        waits, values = "", dict[str, float]()
+        with suppress(CheckpointError):  # the root itself may be what fails
+            left = self.waiting()
+            nbytes = sum(step.nbytes for step in left)
+            values = {"waiting": len(left), "waiting_bytes": nbytes}
+            waits = f"{len(left)} steps wait ({human(nbytes)}), and "
+        said = f"the mirror {self._options.url}: {text}\nTraining goes on, {waits}it is tried again"
+        self._reporter.say("failed", None, said, **values)
 
     def _change(self, **changes: Any) -> None:
         """Remember something, and say it to whoever looks into the root."""

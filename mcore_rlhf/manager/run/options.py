@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.convert import ConvertOptions, convert
@@ -21,6 +22,7 @@ from .rng import Policy as RngPolicy
 from .world import Worlds
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch.utils.tensorboard import SummaryWriter
 
 _CHOICES = {
@@ -41,11 +43,11 @@ _LEVELS: dict[Kind, int] = {
 """Deleting logs a line of its own, with the size, wherever it is done."""
 
 
-def check_values(options: object, choices: Mapping[str, Sequence[str]], problems: Problems) -> None:
+def check_values(options: DataclassInstance, choices: Mapping[str, Sequence[str]], problems: Problems) -> None:
     """See that what options for saving have in common has values that it can have.
 
     Args:
-        options: With ``timeout``, ``keep`` and what :attr:`choices` names.
+        options: With ``timeout``, ``keep``, switches, and what :attr:`choices` names.
         choices: Of each option the words that it may be.
         problems: Takes what is wrong.
     """
@@ -53,11 +55,23 @@ def check_values(options: object, choices: Mapping[str, Sequence[str]], problems
         value = getattr(options, name)
         if value not in allowed:
             problems.add(UsageError, f"{name}: expected {' or '.join(map(repr, allowed))}, found {value!r}")
+    for one in fields(options):
+        value, kind = getattr(options, one.name), _KINDS.get(str(one.type))
+        if kind is not None and not isinstance(value, kind):
+            problems.add(UsageError, f"{one.name}: expected {one.type}, found {value!r}")
     timeout, keep = (getattr(options, name) for name in ("timeout", "keep"))
-    if not timeout > 0:
+    if not _is_positive(timeout):
         problems.add(UsageError, f"timeout: expected a positive number of seconds, found {timeout!r}")
     if keep is not None and not isinstance(keep, Retention):
         problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
+
+
+_KINDS = {"bool": (bool,), "Deadline | None": (Deadline, NoneType), "Worlds | None": (Worlds, NoneType)}
+"""Options that something else would pass for: a text that says no is true."""
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +210,7 @@ class ManagerOptions:
             object.__setattr__(self, "mirror", Mirror(self.mirror))
         problems = Problems()
         check_values(self, _CHOICES, problems)
-        if self.save_timeout is not None and not self.save_timeout > 0:
+        if self.save_timeout is not None and not _is_positive(self.save_timeout):
             problems.add(
                 UsageError, f"save_timeout: expected a positive number of seconds, found {self.save_timeout!r}"
             )

@@ -4,7 +4,7 @@ A DTensor says of what it is a part by objects of torch's own, whose attributes 
 the files of all others. Which attributes a mesh has is a row of :class:`Release`.
 
 Sources: torch ``distributed/device_mesh.py`` (``DeviceMesh``), ``distributed/_mesh_layout.py``, ``distributed/tensor/_dtensor_spec.py``,
-``distributed/tensor/placement_types.py`` of 2.8.0, 2.9.1, 2.10.0, 2.11.0, 2.12.0 and 2.13.0; files that 2.13.0 wrote.
+``distributed/tensor/placement_types.py`` of 2.8.0, 2.9.1, 2.10.0, 2.11.0, 2.12.0, 2.13.0, 2.14.1 and 2.15.0; files that 2.13.0 wrote.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from mcore_rlhf.core.catalog import Shape, dtype_of, row_major
@@ -24,6 +25,7 @@ _TENSOR, _MESH, _LAYOUT = "torch.distributed.tensor", "torch.distributed.device_
 _SPEC = f"{_TENSOR}._dtensor_spec"
 _WORLD = "0"
 """What torch calls the group of all ranks."""
+_RANK_ORDER = "_preserve_rank_order"
 
 
 class Release(Enum):
@@ -32,6 +34,7 @@ class Release(Enum):
     T2_8 = "2.8"
     T2_10 = "2.10"
     T2_13 = "2.13"
+    T2_15 = "2.15"
 
     @classmethod
     def of(cls, mesh: Mapping[str, Any], layout: Mapping[str, Any]) -> Release:
@@ -43,10 +46,13 @@ class Release(Enum):
         """
         if "_layout" not in mesh:
             return cls.T2_8
+        if _RANK_ORDER in mesh:
+            return cls.T2_15
         return cls.T2_13 if "axes" in layout else cls.T2_10
 
 
-NEWEST = Release.T2_13
+NEWEST = Release.T2_15
+"""What is written where nothing shows which: 2.13 reads it as well, which asks nothing of an attribute more."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +143,22 @@ def _of_2_10(mesh: Mesh) -> dict[str, Any]:
     return _since_2_10(mesh, {"shape": (mesh.world,), "stride": (1,)})
 
 
-def _of_2_13(mesh: Mesh) -> dict[str, Any]:
+def _of_2_13(mesh: Mesh, **more: Any) -> dict[str, Any]:
     axis = {"shape": (mesh.world,), "stride": (1,)} if mesh.world > 1 else {"shape": (), "stride": ()}
-    return _since_2_10(mesh, {"axes": (_object(f"{_LAYOUT}._FlatLayout", axis),)})
+    return _since_2_10(mesh, {"axes": (_object(f"{_LAYOUT}._FlatLayout", axis),)}, more)
 
 
-def _since_2_10(mesh: Mesh, layout: Mapping[str, Any]) -> dict[str, Any]:
+def _of_2_15(mesh: Mesh) -> dict[str, Any]:
+    """It compares meshes by an attribute that older ones have not, and so loads none of their files."""
+    return _of_2_13(mesh, **{_RANK_ORDER: False})
+
+
+def _since_2_10(
+    mesh: Mesh, layout: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     return {
         "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh),
-        "_mesh_dim_names": mesh.names, "_root_mesh": None, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
+        "_mesh_dim_names": mesh.names, "_root_mesh": None, **more, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
         "_flatten_mapping": {}, "_dim_group_names": [_WORLD], "_rank": mesh.rank, "_coordinate_on_dim": (mesh.rank,), "_hash": None,
     }  # fmt: skip
 
@@ -154,4 +167,5 @@ _ATTRIBUTES: dict[Release, Callable[[Mesh], dict[str, Any]]] = {
     Release.T2_8: _of_2_8,
     Release.T2_10: _of_2_10,
     Release.T2_13: _of_2_13,
+    Release.T2_15: _of_2_15,
 }

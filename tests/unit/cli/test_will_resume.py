@@ -64,6 +64,20 @@ def test_of_a_root_it_takes_the_step_that_the_trainer_takes(cli: Cli, tmp_path: 
     assert cli("will-resume", tmp_path / "checkpoint-2", "--trainer", "transformers").code == 0
 
 
+@pytest.mark.parametrize(
+    ("golden", "trainer"),
+    [("transformers/checkpoint-2", "trl"), ("trainers/or_z2", "openrlhf"), ("torchtitan", "torchtitan")],
+)
+def test_above_a_run_it_says_where_it_is(cli: Cli, tmp_path: Path, golden: str, trainer: str) -> None:
+    run = tmp_path / "outputs" / "grpo"
+    shutil.copytree(GOLDENS / golden, run / "checkpoint-2" if trainer == "trl" else run)
+    (tmp_path / "outputs" / "a").mkdir()
+    for command in ("will-resume", "steps"):
+        found = cli(command, tmp_path / "outputs", *(("--trainer", trainer) if command == "will-resume" else ()))
+        assert found.code == 2
+        assert found.stderr.endswith(f"\nIs {run} meant?\n")
+
+
 def test_a_conversion_says_what_its_trainer_would_restore(cli: Cli, tmp_path: Path) -> None:
     """The data of another trainer's run do not become verl's; what waits beside for the way back is not what verl sees."""
     done = cli("convert", TRAINER, tmp_path / "verl", "--to", "verl", "--no-fsync", "--json").json

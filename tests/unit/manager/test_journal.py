@@ -30,7 +30,7 @@ from mcore_rlhf import (
     RolloutJournal,
 )
 from mcore_rlhf.cli.app import app
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, StorageError, UsageError
 from mcore_rlhf.manager.rlhf import journal_files
 from mcore_rlhf.manager.rlhf.consumed import Consumed
 from mcore_rlhf.manager.rlhf.data_state import unpack
@@ -39,6 +39,7 @@ from mcore_rlhf.storage import patience
 from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.framed import frame_head
 from mcore_rlhf.storage.records import record_of
+from tests.unit.manager.roots import make_step
 
 QUICK = Pace(write_s=0.001, sync_s=0.005)
 
@@ -442,6 +443,23 @@ def test_the_command(tmp_path: Path) -> None:
     assert "step 2: 8 trained on, 2 finished" in said
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda root: RolloutJournal(root, max_staleness=-1),
+        lambda root: RolloutJournal(root, max_staleness="4"),
+        lambda root: RolloutJournal(root, fingerprint={"tokenizer": 5}),
+        lambda root: JournalWriter(root, "a", fingerprint={"tokenizer": 5}),
+        lambda root: JournalWriter(root, "a", pace=5),
+    ],
+)
+def test_a_mistake_leaves_no_journal_behind(tmp_path: Path, make: Any) -> None:
+    """A number in a fingerprint was written, and nobody could open the journal from then on."""
+    with pytest.raises(UsageError, match=r"max_staleness|fingerprint|pace"):
+        make(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_command_where_there_is_none(tmp_path: Path) -> None:
     code, said = command("journal", tmp_path)
     assert code == 2
@@ -449,6 +467,18 @@ def test_the_command_where_there_is_none(tmp_path: Path) -> None:
     write(tmp_path, sampler().next_batch(1))
     assert command("journal", tmp_path)[0] == 0, "before the first step as well"
     assert command("steps", tmp_path)[0] == 1
+
+
+def test_the_command_says_where_a_journal_is_that_is_not_here(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    make_step(root, 1)
+    write(root, sampler().next_batch(1))
+    code, said = command("journal", tmp_path)
+    assert (code, said.endswith(f"Is {root} meant?\n")) == (2, True), said
+    (root / "journal" / "journal.json").unlink()
+    code, said = command("journal", root)
+    assert code == 1
+    assert "journal.json: is not there: nothing says of which run the journal is\nPut it back" in said
 
 
 WITHOUT_TORCH = """

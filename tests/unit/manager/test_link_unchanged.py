@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from mcore_rlhf import CheckpointManager, KeepLast, ManagerOptions, Retention, TorchEngine
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage import host_pool
 from mcore_rlhf.storage.manifest import check
+from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.record_file import RecordFile
+from tests.helpers.object_store import S3, url
 
 OPTIONS = ManagerOptions(link_unchanged=True, fsync=False, catch_signals=False, on_existing="continue")
 REF = "ref/state.pt"
@@ -39,6 +43,7 @@ class Run:
                 self.actor(torch.randn(2, 64)).sum().backward()
                 self.optimizer.step()
                 manager.save(number, blocking=blocking)
+            assert self.options.mirror is None or manager.wait_for_mirror(60) == []
 
     def file(self, number: int, name: str = REF) -> Path:
         return self.root / f"global_step_{number}" / name
@@ -195,3 +200,46 @@ def test_another_file_of_its_name_is_not_taken_for_it(tmp_path: Path, monkeypatc
         patch.setattr(RecordFile, "finish", replaced)
         run.save(2)
     run.require_whole(2)
+
+
+def held(root: Path, but: int = 0) -> dict[Path, tuple[object, ...]]:
+    """Every file of all steps but one: its inode, times, mode and bytes. The number of its names may change."""
+    found = dict[Path, tuple[object, ...]]()
+    for path in root.glob("global_step_*/**/*"):
+        if path.is_file() and f"global_step_{but}" not in path.relative_to(root).parts:
+            facts = path.stat()
+            found[path] = facts.st_ino, facts.st_mtime_ns, facts.st_mode, path.read_bytes()
+    return found
+
+
+def test_nothing_that_is_done_to_a_step_touches_a_file_of_another(tmp_path: Path, s3: S3) -> None:
+    """A file of several names is all steps': neither what it holds changes, nor which file it is."""
+    root, control = tmp_path / "run", tmp_path / "control"
+    run = Run(root)
+    run.save(1, 2, 3, 4)
+    assert run.is_linked(1, 4)
+    for but, command in (
+        (0, f"verify {root} --deep"),
+        (0, f"convert {root}/global_step_3 {tmp_path}/out --to torch --no-fsync"),
+        (2, f"steps {root} --quarantine 2 --reason strange"),
+        (2, f"steps {root} --release 2"),
+        (1, f"prune {root} --keep-last 3"),
+        (3, f"adopt {root}/global_step_3"),
+        (0, f"resume-check --make-control {root} {control}"),
+    ):
+        if "adopt" in command:
+            run.file(3, "manifest.json").unlink()
+            assert steps.listed(root)[1].state == "foreign", "nothing but its manifest is gone"
+        before = held(root, but)
+        result = CliRunner().invoke(app, command.split(), prog_name="mcore-rlhf")
+        assert result.exit_code == 0, f"{command}: {result.output}"
+        assert held(root, but) == before, command
+    before = held(root)
+    assert not {inode for inode, *_ in before.values()} & {inode for inode, *_ in held(control).values()}
+    run.options = replace(OPTIONS, mirror=url("linked"))
+    run.save(5, 6)  # linked as well, and sent
+    assert run.is_linked(4, 6)
+    assert before.items() <= held(root).items()
+    sent = steps.committed(open_url(url("linked")))
+    assert [step.step for step in sent][-2:] == [5, 6]
+    assert not any(check(step.path, steps.read_manifest(step.path)).found for step in sent)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,17 @@ def test_options_that_cannot_be_are_named_together() -> None:
         ManagerOptions(check="byte", on_busy="nope", rng="x", timeout=-1, keep=5, save=3)  # type: ignore[arg-type]
     for part in ("check", "'byte'", "on_busy", "rng", "timeout", "keep", "save"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"save_timeout": "900"}, {"timeout": "9"}, {"link_unchanged": "no"}, {"deadline": "10m"}, {"worlds": "actor"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_is_of_another_kind_is_named(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError, match=rf"^{name}: expected .*, found {value!r}"):
+        ManagerOptions(**given)
 
 
 def test_metrics_are_numbers(tmp_path: Path) -> None:

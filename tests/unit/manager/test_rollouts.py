@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,30 @@ def test_of_a_prompt() -> None:
 def test_what_is_no_tensor(tensors: dict[str, object]) -> None:
     with pytest.raises(UsageError, match="rollout: x: expected numbers"):
         Rollout(0, 0, 0, 0, 0, tensors=tensors).to_bytes()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_id", None), ("prompt_id", (1, 2)), ("epoch", 0.0), ("epoch", True), ("position", -1), ("sample", None),
+        ("version", 1.5), ("version", None), ("seed", 0.5), ("reward", "x"), ("reward", [1.0]), ("extra", [1]), ("extra", None),
+        ("tensors", {1: np.arange(3)}), ("tensors", dict.fromkeys(map(str, range(1025)), np.arange(1))),
+    ],
+)  # fmt: skip
+def test_what_could_not_be_read_back_is_not_written(name: str, value: object) -> None:
+    """It was, and counted as damage after every crash: all that a producer had made was made again."""
+    with pytest.raises(UsageError, match="rollout"):
+        replace(ROLLOUT, **{name: value}).to_bytes()  # type: ignore[arg-type]
+
+
+def test_numbers_of_others_are_numbers() -> None:
+    """Right and wrong are rewards, too."""
+    one = Rollout(
+        np.int64(5), np.int32(0), torch.tensor(1), np.int64(2), version=torch.tensor(3), reward=True  # type: ignore[arg-type]
+    )  # fmt: skip
+    found = Rollout.from_bytes(one.to_bytes(), "here")
+    assert (found.prompt_id, found.key, found.version, found.reward) == (5, (0, 1, 2), 3, 1.0)
+    assert read_place(one.to_bytes(), "here") == ((0, 1, 2), 5, 3)
 
 
 def test_what_json_cannot_hold() -> None:

@@ -15,6 +15,7 @@ from mcore_rlhf import iter_weights
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.storage.reading import OpenFiles
 from tests.helpers.plain_load import plain_load
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -177,16 +178,16 @@ def test_torchtitans_own_names_need_a_config() -> None:
     assert "model.layers.0.self_attn.q_proj.weight" in dict(iter_weights(own, reference_config=str(config)))
 
 
+def flip_in_fc2(path: Path) -> None:
+    data, weight = bytearray(path.read_bytes()), plain_load(path)["model"]["decoder.layers.0.mlp.linear_fc2.weight"]
+    data[data.index(weight.view(torch.uint8).numpy().tobytes()[:64])] ^= 1
+    path.write_bytes(data)
+
+
 def test_a_flipped_bit_is_found_by_the_end(tmp_path: Path) -> None:
     root = tmp_path / "run"
     shutil.copytree(MEGATRON, root)
-    path = root / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt"
-    data = bytearray(path.read_bytes())
-    embedded = (
-        plain_load(path)["model"]["decoder.layers.0.mlp.linear_fc2.weight"].view(torch.uint8).numpy().tobytes()[:64]
-    )
-    data[data.index(embedded)] ^= 1
-    path.write_bytes(data)
+    flip_in_fc2(root / "iter_0000002" / "mp_rank_01_001" / "model_optim_rng.pt")
     with pytest.raises(CheckpointError, match="mp_rank_01_001"):
         list(iter_weights(root))
 
@@ -203,6 +204,26 @@ def test_what_a_rank_reads_whole_is_checked_beside_parts(tmp_path: Path) -> None
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="model_optim_rng"):
         list(iter_weights(tmp_path / "megatron", tp_rank=1, tp_size=2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_what_is_its_own_and_checks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Each of Megatron's ranks keeps all in one record: of the other one's, norms and words are read, and not all for a checksum's sake."""
+    nbytes, view = list[int](), OpenFiles.view
+
+    def counting(files: OpenFiles, file: str, byte_offset: int, count: int) -> memoryview:
+        nbytes.append(count)
+        return view(files, file, byte_offset, count)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenFiles, "view", counting)
+        given = sum(tensor.nbytes for _, tensor in iter_weights(MEGATRON, tp_rank=rank, tp_size=2))
+    assert given <= sum(nbytes) <= 1.05 * given
+    if rank == 0:  # the other one has norms and unused words of its own as well, a twentieth of so small a file
+        shutil.copytree(MEGATRON, tmp_path / "run")
+        flip_in_fc2(tmp_path / "run" / "iter_0000002" / "mp_rank_00_001" / "model_optim_rng.pt")
+        with pytest.raises(CheckpointError, match="mp_rank_00_001"):
+            list(iter_weights(tmp_path / "run", tp_rank=0, tp_size=2))
 
 
 def test_who_stops_early_leaves_nothing_behind() -> None:
