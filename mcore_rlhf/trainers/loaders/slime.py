@@ -2,7 +2,8 @@
 
 Source: slime 624b824, ``slime/utils/arguments.py`` (a ``--load`` without a tracker), ``slime/backends/megatron_utils/checkpoint.py``
 (``load_checkpoint``: Megatron's own), ``slime/backends/megatron_utils/actor.py:114``, ``slime/rollout/data_source.py``
-(``RolloutDataSource.load``), ``slime/ray/placement_group.py`` (``create_training_models``: where the rollouts begin); miles 31f1ca9, ``miles/rollout/data_source.py``, ``miles/utils/arguments.py``, the same.
+(``RolloutDataSource.load``), ``slime/ray/placement_group.py`` (``create_training_models``: where the rollouts begin); miles 31f1ca9,
+``miles/rollout/data_source.py``, ``miles/utils/arguments.py``, the same.
 """
 
 from __future__ import annotations
