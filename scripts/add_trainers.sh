@@ -20,6 +20,8 @@ repositories=( # folder, repository, commit, what of it is a package
     "NeMo-RL-7ea279a NVIDIA-NeMo/RL 7ea279abfbeb698b092856d0dab61e7cf39bc909 nemo_rl"
     "Megatron-Bridge-067f987 NVIDIA-NeMo/Megatron-Bridge 067f987df03b8355b03192d88d70f1709fedf51a src"
     "prime-rl-559b447 PrimeIntellect-ai/prime-rl 559b44772e471d1538537b8805cc77f3824a5e64 src"
+    "slime-624b824 THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515 slime"
+    "miles-31f1ca9 radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76 miles"
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }

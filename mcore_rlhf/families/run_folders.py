@@ -32,6 +32,13 @@ Source: slime 624b824, ``slime/rollout/data_source.py`` (``RolloutDataSource.sav
 SWIFT = "args.json"
 """Beside the only iteration of a step of ms-swift's. Source: ms-swift 4.6.0, ``swift/megatron/trainers/base.py`` (``save_checkpoint``).
 """
+OF_ADAPTERS = "adapter_tp*_pp*_cp*_dp*_ep*_etp*.pt"
+"""The adapters of each rank, beside an optimizer that trains these alone; the base lies nowhere.
+
+Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/megatron/megatron_strategy.py`` (``_get_rank_path``, ``_save_lora_adapters``).
+"""
+
+
 RECOVERED, RECOVER_INFO, RECOVER_STEP = "recover_checkpoint", "recover_info", "step_info.json"
 """What AReaL calls a role's folder, the one beside the roles that says how far the run is, and the file in that with the step."""
 _GLOBAL_STEP, _MOST_STEPS = "global_step", 10**15

@@ -64,6 +64,7 @@ ROWS = {
     "test_megatron_fsdp": Row("what Megatron-FSDP of 0.19.2 wrote goes on without it"),
     "test_negative_control": Row("broken conversions are noticed"),
     "test_pretrain": Row("Megatron-LM's own scripts, killed and resumed", (), (OLDEST, NEWEST), "0.16.1 needs `--megatron-lm`"),
+    "test_public_arguments": Row("public models' flags say what `config.json` does", (), (NEWEST,), "it has the parser"),
     "test_public_configs": Row("public models without any option"),
     "test_qwen3_next": Row("Qwen3-Next and Qwen3.5 through Hugging Face's names", (), (NEWEST,), "its stand-ins are for 0.19"),
     "test_refusing_role": Row("a role that refuses leaves everything as it was"),

@@ -18,7 +18,7 @@ _OF_FILES = {
     "test_verl": "verl", "test_torchtitan": "torchtitan", "test_trl": "TRL", "test_transformers": "transformers and accelerate",
     "test_grpo": "TRL, at our seam", "test_resume_check_grpo": "TRL, under resume-check", "test_titan_seam": "torchtitan, at our seam",
     "test_verl_megatron": "verl, on Megatron", "test_verl_sft": "verl, its SFT", "test_torchtitan_newer": "torchtitan 0.3",
-    "test_skyrl": "SkyRL",
+    "test_skyrl": "SkyRL", "test_slime": "slime and miles, as will-resume says",
     "test_run_seams": "verl, NeMo-RL and Megatron-Bridge, at our seams",
     "test_lightning_seam": "Lightning, at our seam", "test_ray_seam": "Ray Train, at our seam",
     "test_torchdata": "torchdata", "test_nemo_replay": "NeMo-RL, its replay buffer",

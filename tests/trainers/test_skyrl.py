@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import Unportable
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import forecast, loader_named
@@ -135,6 +136,27 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     target = lab.folder / f"{folder.parent.name}-megatron"
     write = WriteOptions(**parallel, dp=1)
     assert convert(own, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=write)).lossless
+
+
+def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:
+    """SkyRL goes on from the adapters of its ranks, and stops where one is not there; who reads it says what it is, and no damage."""
+    folder = lab.folder / "lora-megatron" / STEP
+    how = {"parallel": {"tp": 2}, "lora": True}
+    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+    own, wanted = lab.once(
+        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
+    )
+    torch.save({"global_step": 3}, folder / "trainer_state.pt")
+    assert lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **how) == wanted
+    things = (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG, Thing.LORA)
+    assert {told(folder)[thing] for thing in things} == {Outcome.RESTORED}
+    with pytest.raises(Unportable, match="SkyRL itself goes on from it"):
+        open_checkpoint(own, ReadOptions())
+    for change in (lambda file: file.write_bytes(bytes(100)), lambda file: file.unlink()):
+        change(next(own.glob("adapter_tp1_*.pt")))
+        assert told(folder)[Thing.WEIGHTS] is Outcome.REFUSED
+        with pytest.raises(AssertionError, match=r"adapter_tp1|_load_lora_adapters"):
+            lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **how)
 
 
 @pytest.mark.parametrize("kind", ["async", "sft"])

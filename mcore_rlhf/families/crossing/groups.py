@@ -46,8 +46,18 @@ def _limits(dealt: DealtGroups) -> list[Values]:
     return [{"missing": " and ".join(missing)} for group in dealt.groups if (missing := _unlimited(group))]
 
 
+def _lions_beside_adam(dealt: DealtGroups) -> int:
+    """How many param groups Lion has, which knows no epsilon, where Adam has others."""
+    of_betas = [group.fields for group in dealt.before if "betas" in group.fields]
+    lions = sum("eps" not in fields for fields in of_betas)
+    return lions if lions < len(of_betas) else 0
+
+
 OF_HUGGINGFACE: tuple[Rule[DealtGroups], ...] = (
     *(rule.of_part(lambda dealt: dealt.before) for rule in CLASSES),
+    # Source: megatron-core 0.19.2, ``optimizer/__init__.py`` (``_get_megatron_emerging_optimizer``)
+    Rule(Fate.LOST, "Lion of {found} param groups beside Adam of the others: no optimizer of DeepSpeed's or torch's trains so. The states "
+         "are there, but a run goes on with one class for all", _lions_beside_adam),
     Rule(Fate.NOTE, "{others}: Megatron's Muon {does} train it, DeepSpeed's {would}: these states load where its use_muon is {mark}",
          lambda dealt: dealt.told),
     Rule(Fate.DERIVED, "param group {number}: {count} parameters ({first}, …), as Megatron's rule for weight decay deals them",

@@ -206,7 +206,8 @@ def _numbered(entry: TensorEntry) -> Iterator[tuple[int, Chunk]]:
 _JOINED: Rule[Source] = Rule(
     Fate.DERIVED,
     "fp32 master parameters: the precision-aware optimizer stored what bf16 cuts off of them (store_param_remainders); joined with the "
-    "parameters they are the masters again, bit for bit",
+    "parameters they are the masters again, bit for bit; a target that holds masters alone rounds parameters of them to even, where "
+    "Transformer Engine rounds up what lies half way: about one in 131,072 has another last bit there, and on the way back",
 )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.errors import Incomplete
+from mcore_rlhf.errors import Incomplete, Unportable
 from mcore_rlhf.families.crossing.description import LM_HEAD, VALUE_HEAD
 from mcore_rlhf.families.crossing.quantized import refuse_quantized
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
@@ -26,7 +26,7 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, opaque_item
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.run_folders import named_step, role_of, weights_of
+from mcore_rlhf.families.run_folders import OF_ADAPTERS, named_step, role_of, weights_of
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import plain
 from mcore_rlhf.families.source import Source, below
@@ -73,8 +73,14 @@ class BridgedWeights:
 
         Raises:
             Incomplete: There are none.
+            Unportable: The adapters of ranks lie there, and no base.
             CheckpointError: They are damaged.
         """
+        if any(folder.located.folder.glob(OF_ADAPTERS)):
+            raise Unportable(
+                f"{folder.located.folder}: a LoRA of SkyRL's on Megatron: adapters in {OF_ADAPTERS}, an optimizer of these alone, no base\n"
+                "SkyRL itself goes on from it. What it exports (trainer.hf_save_interval) is a model to convert."
+            )
         role = role_of(folder.located.folder)
         if role is None or not weights.detect(weights_of(role)):
             raise Incomplete(f"{folder.located.folder}: holds no tensor of a model")

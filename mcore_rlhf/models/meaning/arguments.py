@@ -12,6 +12,8 @@ an empty line came later: arguments in checkpoints of Megatron-LM core_v0.19.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .kinds import Kind, Row, Values, by_name
 
 _MOE, _MLA, _HYBRID, _DELTA = "num_experts", "multi_latent_attention", "is_hybrid_model", "linear_attention_freq"
@@ -164,12 +166,25 @@ SPELLED = {
 }  # fmt: skip
 """Other names of arguments: fields of ``TransformerConfig``, and what Megatron-LM before 0.16 called them."""
 _LENGTH, _TRAINED = "max_position_embeddings", "original_max_position_embeddings"
+_ROTARY, _POSITIONS = "use_rotary_position_embeddings", "position_embedding_type"
+_SAYS_NOTHING: tuple[tuple[str, object, Callable[[Values], bool]], ...] = (
+    (_ROTARY, False, lambda args: True),
+    ("add_position_embedding", True, lambda args: args.get(_POSITIONS) == "rope"),
+    ("moe_router_pre_softmax", False, lambda args: args.get("moe_router_score_function", "softmax") != "softmax"),
+)
+"""An argument, its default, and beside which others Megatron does not look at it: the two old flags of rotary positions, which
+``position_embedding_type`` says (of a model's layers nobody reads them), and the softmax of a router that has none.
+
+Sources: megatron-core 0.16.1 and 0.19.2, ``training/arguments.py`` (``validate_args``: "Legacy RoPE arguments"),
+``models/common/embeddings/language_model_embedding.py``, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``).
+"""
 
 
 def modern(args: Values) -> dict[str, object]:
     """Arguments under the names that Megatron-LM 0.16 has for them; what is there under both stays as it is.
 
-    Before 0.14 latent attention's YaRN took ``max_position_embeddings`` for the length that the model was trained for.
+    Before 0.14 latent attention's YaRN took ``max_position_embeddings`` for the length that the model was trained for. What
+    ``_SAYS_NOTHING`` names says nothing beside another argument, and gets its default.
 
     Sources: Megatron-LM core_v0.8.0 to core_v0.15.0, ``megatron/training/arguments.py``
     (``core_transformer_config_from_args``); megatron-core 0.13.0 and 0.14.0, ``transformer/multi_latent_attention.py``.
@@ -181,7 +196,10 @@ def modern(args: Values) -> dict[str, object]:
     before_14 = "norm_epsilon" in args and "cache_mla_latents" not in args
     if args.get(_MLA) and before_14 and _TRAINED not in args and _LENGTH in args:
         found[_TRAINED] = args[_LENGTH]
-    return {**args, **found}
+    if args.get(_ROTARY):
+        found[_POSITIONS] = "rope"
+    said = {**args, **found}
+    return said | {name: value for name, value, beside in _SAYS_NOTHING if name in said and beside(said)}
 
 
 _TRAINING = """

@@ -7,8 +7,10 @@ Source: SkyRL 0.3.0, ``skyrl/train/trainer.py`` (``load_checkpoints``), ``skyrl/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 
+from mcore_rlhf.families.run_folders import OF_ADAPTERS
 from mcore_rlhf.trainers.conditions import (
     UNRATED,
     both,
@@ -42,8 +44,10 @@ _DRIVER, _STRATEGY = (
     "backends/skyrl_train/distributed/fsdp_strategy.py:{} (load_checkpoint)",
 )
 _OF_MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
+_OF_LORA = (*_OF_MODEL, Thing.LORA)
 _FSDP = has(_MODEL, _OPTIM, _EXTRA, "fsdp_config.json")
 _MEGATRON = has(".metadata", "metadata.json", "common.pt")
+_LORA = both(_MEGATRON, has(OF_ADAPTERS))
 _IN_MEGATRON = "backends/skyrl_train/distributed/megatron/megatron_strategy.py:{} (load_checkpoint)"
 _PREFIX, _INTERVAL = "global_step_", 10
 
@@ -67,6 +71,24 @@ def _of_file(things: tuple[Thing, ...], outcome: Outcome, what: str, why: str, l
 
 def _inside(things: tuple[Thing, ...], outcome: Outcome, why: str, line: str, when: Callable[[Seen], object]) -> Habit:
     return Habit(things, outcome, why, _STRATEGY.format(line), when, True)
+
+
+def _other_model(seen: Seen) -> object:
+    """The configuration trains adapters, and the whole model lies there, or the other way round: ``{key}``, ``{now}`` and ``{was}``."""
+    key = f"{'critic' if seen.role == 'critic' else 'policy'}.model.lora.rank"
+    now, has_adapters = seen.settings.number(key), bool(_LORA(seen))
+    was = "adapters" if has_adapters else "the whole model"
+    return _MEGATRON(seen) and now is not None and (now > 0) != has_adapters and {"key": key, "now": now, "was": was}
+
+
+def _no_adapter(seen: Seen) -> object:
+    """Some ranks, of those that are to load or that saved, have no file of adapters: ``{there}`` and ``{wanted}``."""
+    saved = [int(name[2:].partition("_")[0]) for name in seen.matching("__[0-9]*_*.distcp") if _SHARD.fullmatch(name)]
+    there, wanted = len(seen.matching(OF_ADAPTERS)), seen.world or 1 + max(saved, default=-1)
+    return _LORA(seen) and there < wanted and {"there": there, "wanted": wanted}
+
+
+_SHARD = re.compile(r"__\d{1,5}_\d+\.distcp")
 
 
 def _above(name: str, is_there: bool = True) -> Callable[[Seen], object]:
@@ -120,6 +142,12 @@ ROWS = rows_of(
         lambda seen: not _FSDP(seen) and not _MEGATRON(seen), True),
     Habit(_OF_MODEL, _REFUSED, "{file} {wrong}: loading it fails", _IN_MEGATRON.format("397"),
         both(_MEGATRON, broken(".metadata", "metadata.json", "common.pt", "*.distcp"))),
+    Habit(_OF_LORA, _REFUSED, "{key} is {now}, and {was} lies there: loading it fails", _IN_MEGATRON.format("392"), _other_model),
+    Habit(_OF_LORA, _REFUSED, "{file} {wrong}: loading it fails", _IN_MEGATRON.format("515"), both(_LORA, broken(OF_ADAPTERS)), True),
+    Habit(_OF_LORA, _REFUSED, "{there} of {wanted} ranks have adapters: a FileNotFoundError", _IN_MEGATRON.format("515"), _no_adapter,
+        True),
+    Habit((Thing.WEIGHTS, Thing.LORA), _RESTORED, "adapters of each rank, in the model that it begins with", _IN_MEGATRON.format("516"),
+        _LORA, True),
     Habit(_OF_MODEL, _REFUSED, "a file is missing: {problem}", _IN_MEGATRON.format("397"),
         lambda seen: _MEGATRON(seen) and seen.held.incomplete and {"problem": seen.held.problem}),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: an AssertionError", _IN_MEGATRON.format("419"),

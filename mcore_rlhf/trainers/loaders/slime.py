@@ -2,7 +2,8 @@
 
 Source: slime 624b824, ``slime/utils/arguments.py`` (a ``--load`` without a tracker), ``slime/backends/megatron_utils/checkpoint.py``
 (``load_checkpoint``: Megatron's own), ``slime/backends/megatron_utils/actor.py:114``, ``slime/rollout/data_source.py``
-(``RolloutDataSource.load``); miles 31f1ca9, ``miles/rollout/data_source.py``, ``miles/utils/arguments.py``, the same.
+(``RolloutDataSource.load``), ``slime/ray/placement_group.py`` (``create_training_models``: where the rollouts begin); miles 31f1ca9,
+``miles/rollout/data_source.py``, ``miles/utils/arguments.py``, the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,21 @@ def _wrong(seen: Seen) -> object:
     return next(({"file": name, "wrong": wrong} for name, wrong in seen.beside.items() if wrong), None)
 
 
+def _elsewhere(seen: Seen) -> object:
+    """The rollouts do not begin behind this step: ``{why}``, where they ``{begin}``, and in which ``{file}`` the prompts are then."""
+    anew = seen.settings.says("finetune") or seen.held.release
+    asked, step = seen.settings.number("start_rollout_id"), 0 if anew else seen.step
+    if step is None:
+        return None
+    begin = step + 1 if asked is None else asked
+    why = "weights alone are loaded, as of iteration 0" if asked is None else f"start_rollout_id is {asked}"
+    file = _PROMPTS.format(step=begin - 1)
+    return begin - 1 != seen.step and {"why": why, "begin": begin, "file": file}
+
+
+_PROMPTS = TRAINER.beside[0]
+
+
 def _rows(source: str) -> tuple[Habit, ...]:
     """Rows of data and counters, before Megatron's own, which count samples that this trainer does not go by."""
     return (
@@ -30,13 +46,17 @@ def _rows(source: str) -> tuple[Habit, ...]:
             Habit((Thing.DATA,), _ABSENT, "{key} is off: prompts come from elsewhere", "rollout/data_source.py (load)",
                 lambda seen: refused("rollout_global_dataset")(seen) or (seen.settings.says("disable_rollout_global_dataset")
                 and {"key": "rollout_global_dataset"})),
+            Habit((Thing.DATA,), _ANEW, "{why}: the prompts are where {file} has them, and begin anew where that is not there",
+                "ray/placement_group.py (create_training_models)", _elsewhere, True),
+            Habit((Thing.COUNTERS,), _ANEW, "{why}: the rollouts begin at {begin}", "ray/placement_group.py (create_training_models)",
+                _elsewhere, True),
             Habit((Thing.DATA,), _REFUSED, "{file} {wrong}: loading it fails", "rollout/data_source.py (load)", _wrong),
-            Habit((Thing.DATA,), _ANEW, f"{TRAINER.beside[0].format(step='N')}, of this rollout, is not there beside the step: the prompts "
-                "begin anew; an info line says so", "rollout/data_source.py (load)", lambda seen: not seen.beside),
-            Habit((Thing.DATA,), _RESTORED, f"{TRAINER.beside[0].format(step='N')}: offset, epoch and numbers of samples; what lies in a "
-                "buffer of samples is not stored", "rollout/data_source.py (load)"),
+            Habit((Thing.DATA,), _ANEW, f"{_PROMPTS.format(step='N')}, of this rollout, is not there beside the step: the prompts "
+                "begin anew; an info line says so", "rollout/data_source.py (load)", lambda seen: not seen.beside, True),
+            Habit((Thing.DATA,), _RESTORED, f"{_PROMPTS.format(step='N')}: offset, epoch and numbers of samples; what lies in a "
+                "buffer of samples is not stored", "rollout/data_source.py (load)", ran=True),
             Habit((Thing.COUNTERS,), _RESTORED, "the iteration is the rollout: the next one begins",
-                "backends/megatron_utils/actor.py (init)", lambda seen: not seen.settings.says("finetune") and not seen.held.release),
+                "ray/placement_group.py (create_training_models)", ran=True),
         ),
         *(replace(row, ran=False) for row in megatron.ROWS),
     )  # fmt: skip

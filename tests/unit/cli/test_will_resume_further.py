@@ -49,6 +49,18 @@ def test_the_data_of_slime_lie_beside_the_step(slime: Path, trainer: str) -> Non
     assert asked(slime, trainer).taken.folder is None
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "begin"), [({"start_rollout_id": 0}, 0), ({"finetune": True}, 1), ({"start_rollout_id": 3}, 3)]
+)
+def test_rollouts_that_begin_elsewhere_have_other_prompts(
+    slime: Path, asked_for: dict[str, object], begin: int
+) -> None:
+    found = told(asked(slime, "slime", **asked_for))
+    same = Outcome.RESTORED if begin == 3 else Outcome.ANEW
+    assert (found[Thing.COUNTERS][0], found[Thing.DATA][0]) == (same, same)
+    assert begin == 3 or f"global_dataset_state_dict_{begin - 1}.pt" in found[Thing.DATA][1]
+
+
 def test_rows_of_megatron_hold_for_slime(slime: Path) -> None:
     found = told(asked(slime, "slime", no_load_optim=True))
     assert found[Thing.OPTIMIZER][0] is Outcome.ANEW

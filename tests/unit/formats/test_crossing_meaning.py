@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Lossy, Unsupported
+from mcore_rlhf.families.crossing.groups import OF_HUGGINGFACE, DealtGroups
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import crossed
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from tests.helpers.conversions import GOLDENS
 from tests.unit.formats.hf_by_hand import CONFIG, llama, write
@@ -199,3 +201,15 @@ def test_strict_refuses_what_is_ignored(tmp_path: Path) -> None:
         to(tmp_path / "hf", tmp_path / "no", "megatron", strict=True, ignore_fields=("hidden_act",))
     job = to(tmp_path / "hf", tmp_path / "mcore", "megatron", ignore_fields=("hidden_act",))
     assert not job.lossless
+
+
+@pytest.mark.parametrize(
+    ("fields", "lost"), [(["lion", "adam"], True), (["lion", "lion"], False), (["adam", "muon"], False)]
+)
+def test_lion_beside_adam_trains_so_in_megatron_alone(fields: list[str], lost: bool) -> None:
+    kinds: dict[str, dict[str, object]] = {
+        "lion": {"betas": (0.9, 0.99)}, "adam": {"betas": (0.9, 0.999), "eps": 1e-8}, "muon": {"momentum": 0.9},
+    }  # fmt: skip
+    groups = [ParamGroup({"lr": 1e-3, **kinds[kind]}, params=(f"{at}.weight",)) for at, kind in enumerate(fields)]
+    said = Report.of(OF_HUGGINGFACE, DealtGroups(groups)).lost
+    assert any("Lion of 1 param groups beside Adam" in text for text in said) is lost

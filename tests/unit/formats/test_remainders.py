@@ -76,6 +76,15 @@ def test_masters_of_a_run_are_those_that_torch_joins() -> None:
         compared += 1
     assert compared == len(source.model.params)
     assert any(fate is Fate.DERIVED and "store_param_remainders" in text for fate, text in source.notes.lines)
+    assert any("rounds up what lies half way" in text for _, text in source.notes.lines)
+
+
+def test_what_lies_half_way_is_rounded_up_by_the_one_and_to_even_by_the_other() -> None:
+    """One of 131,072 bit patterns between two powers of two, which the account says."""
+    masters = torch.arange(0x3F800000, 0x3F840000, dtype=torch.int32).view(torch.float32)
+    parameter, _ = split(masters)
+    other = (parameter != masters.to(torch.bfloat16)).nonzero().flatten()
+    assert other.tolist() == [0x8000, 0x28000]
 
 
 def forged(tmp_path: Path, masters: torch.Tensor, bad: bool = False) -> Source:

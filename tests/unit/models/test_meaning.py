@@ -162,3 +162,22 @@ def test_yarns_length_before_megatron_0_14() -> None:
     assert "original_max_position_embeddings" not in modern({**old, "cache_mla_latents": False})
     assert modern({**old, "original_max_position_embeddings": 4096})["original_max_position_embeddings"] == 4096
     assert of_arguments(old, LLAMA.fields)["norm_epsilon"].target == ("rms_norm_eps",)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (
+            {"use_rotary_position_embeddings": True},
+            {"use_rotary_position_embeddings": False, "position_embedding_type": "rope"},
+        ),
+        ({"add_position_embedding": False, "position_embedding_type": "rope"}, {"add_position_embedding": True}),
+        ({"add_position_embedding": False, "position_embedding_type": "learned_absolute"}, {}),
+        ({"add_position_embedding": False}, {}),
+        ({"moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"}, {"moe_router_pre_softmax": False}),
+        ({"moe_router_pre_softmax": True, "moe_router_score_function": "softmax"}, {}),
+        ({"moe_router_pre_softmax": True}, {}),
+    ],
+)
+def test_a_flag_that_says_nothing_beside_another_gets_its_default(said: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert modern(said) == {**said, **meant}
