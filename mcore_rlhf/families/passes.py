@@ -337,6 +337,18 @@ def _in_its_groups(p: Passage) -> Source:
     return in_groups_of(p.write.run_of, p.source)
 
 
+def _has_empty_groups(p: Passage) -> bool:
+    """Whether DeepSpeed, which has none, is to load param groups that train nothing."""
+    trained = [bool(group.params) for group in p.source.state.groups]
+    return p.to.deals_groups and p.source.optimizer is not None and any(trained) and not all(trained)
+
+
+def _without_empty_groups(p: Passage) -> Source:
+    from .fsdp.groups import without_empty_groups
+
+    return without_empty_groups(p.source)
+
+
 def _deals_groups_anew(p: Passage) -> bool:
     """Whether a scheduler has not as many learning rates as there are groups, where another format's rules deal these."""
     rates, groups = scheduled_groups(p.source.state.scheduler), len(p.source.state.groups)
@@ -470,6 +482,7 @@ NAMES = (
     Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
     Pass("torch's Muon", _has_torchs_muon, _marked),
     Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
+    Pass("groups that train nothing", _has_empty_groups, _without_empty_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
     Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
     Pass("what the optimizer has no states of", _keeps_trained_alone, _without_frozen),
