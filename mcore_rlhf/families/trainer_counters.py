@@ -87,7 +87,11 @@ class NewCounters:
     def beside(self) -> dict[str, object]:
         """Those that go along with the source, from beside the tag of DeepSpeed's files; empty where there are none."""
         carried = self.source.carried
-        return {} if carried is None or self.files.counters not in carried.files else read_counters(carried.folder, self.files)
+        return (
+            {}
+            if carried is None or self.files.counters not in carried.files
+            else read_counters(carried.folder, self.files)
+        )
 
     @property
     def batch(self) -> int:

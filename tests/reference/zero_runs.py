@@ -1,8 +1,9 @@
 """A small Qwen2 whose engine is DeepSpeed, under accelerate or transformers' own Trainer, on the CPU.
 
-``torchrun … -m tests.reference.zero_runs accelerate|transformers|adapter STAGE FOLDER [STEP]`` trains from the first step, and saves one, or goes
-on from that which is named; rank 0 leaves in FOLDER what it saw. All ranks have the same batches, so that losses do not depend on how many
-they are. ``adapter`` is the Trainer's of peft's. On a machine without a GPU accelerate takes no DeepSpeed: see :mod:`.accelerate_zero`.
+``torchrun … -m tests.reference.zero_runs accelerate|transformers|adapter STAGE FOLDER [STEP]`` trains from the first step, and saves one,
+or goes on from that which is named; rank 0 leaves in FOLDER what it saw. All ranks have the same batches, so that losses do not depend on
+how many they are. ``adapter`` is the Trainer's of peft's. On a machine without a GPU accelerate takes no DeepSpeed: see
+:mod:`.accelerate_zero`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     how, given, folder, *resume = sys.argv[1:]
     on_the_cpu()
-    told = {"accelerate": accelerated, "transformers": trained, "adapter": partial(trained, adapted=True)}[how](int(given), Path(folder), next(iter(resume), None))
+    told = {"accelerate": accelerated, "transformers": trained, "adapter": partial(trained, adapted=True)}[how](
+        int(given), Path(folder), next(iter(resume), None)
+    )
     if os.environ["RANK"] == "0":
         Path(folder, "seen.json").write_text(json.dumps(told))
     os._exit(0)  # gloo's groups wait for one another where ranks end at different moments

@@ -238,7 +238,9 @@ def model_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:
     frozen = [param for param in local if not param.spec.trainable and param.spec.name not in family.buffers]
     fragments = _frozen_fragments(file, frozen, tensors, dp_rank)
     alone = not frozen and any(in_memory(param.spec.name) is not None for param in local)  # adapters without their base
-    stored = zero.stage >= 2 and not family.without_frozen and not alone  # in a dictionary that is there it looks for each
+    stored = (
+        zero.stage >= 2 and not family.without_frozen and not alone
+    )  # in a dictionary that is there it looks for each
     first = zero.stage > 0 and dp_rank == 0 and mp_rank == 0
     content: StateDict = {
         "module": None if family.pipeline else _module(tag, tensors, mp_rank),

@@ -91,7 +91,9 @@ def test_an_adapters_step_of_the_trainers_with_deepspeed(tmp_path: Path) -> None
     step = RUNS / "tr_peft_ds2" / "checkpoint-3"
     done = into(step, tmp_path / "back", "transformers", like=str(step))
     for folder in (step, done):
-        trainer, engine = (forecast(folder, loader_named(name)[0], Settings(), 1) for name in ("transformers", "accelerate"))
+        trainer, engine = (
+            forecast(folder, loader_named(name)[0], Settings(), 1) for name in ("transformers", "accelerate")
+        )
         assert trainer.resumes
         assert engine.stops
         assert any("an adapter alone" in one.why for one in engine.roles[""])
@@ -103,7 +105,9 @@ def test_an_adapters_step_of_the_trainers_with_deepspeed(tmp_path: Path) -> None
     assert all(torch.equal(found[name], own[name]) for name in own)
     plain = into(step, tmp_path / "plain", "transformers")
     assert [len(group["params"]) for group in torch.load(plain / "optimizer.pt")["param_groups"]] == [12, 0]
-    assert json.loads((plain / "trainer_state.json").read_text()) == json.loads((step / "trainer_state.json").read_text())
+    assert json.loads((plain / "trainer_state.json").read_text()) == json.loads(
+        (step / "trainer_state.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("trainer", ["accelerate", "transformers"])

@@ -351,7 +351,9 @@ def test_weights_alone_are_a_step_of_accelerates(folder: Path, tmp_path: Path) -
     given = ConvertOptions(to="accelerate", fsync=False, write=WriteOptions(no_optimizer=True))
     step = Path(str(convert_step(find(folder, ReadOptions()), tmp_path / "run", given).published))
     assert step_at(step) is not None
-    assert open_checkpoint(step, ReadOptions()).state.iteration == open_checkpoint(folder, ReadOptions()).state.iteration
+    assert (
+        open_checkpoint(step, ReadOptions()).state.iteration == open_checkpoint(folder, ReadOptions()).state.iteration
+    )
 
 
 def test_a_pickle_is_never_run(folder: Path, tmp_path: Path) -> None:
