@@ -109,9 +109,11 @@ def without_empty_groups(source: Source) -> Source:
     whose second group, of biases and norms, is empty where an adapter is trained.
 
     Args:
-        source: Any.
+        source: Any; where none of its groups says what it trains, they stay.
     """
     groups, notes = tuple(group for group in source.state.groups if group.params), source.notes.copy()
+    if not groups or len(groups) == len(source.state.groups):
+        return source
     text = f"param groups: {len(groups)} of {len(source.state.groups)}, as DeepSpeed drops those that train nothing"
     notes.add(Fate.DERIVED, text, Item(Kind.GROUP))
     return replace(source, notes=notes, state=replace(source.state, groups=groups))
