@@ -320,21 +320,22 @@ def _marked(p: Passage) -> Source:
 
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
-    if (
-        p.module is None
-        or p.write.run_of.second_group is None
-        or p.write.like is not None
-        or p.source.optimizer is None
-    ):
-        return False
+    unshown = p.write.run_of.second_group is not None and p.write.like is None
     own = p.to.lays_out_keys and p.source.format == p.to.name and p.write.run_of.second_group
-    return not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
+    wanted = p.module is not None and unshown and p.source.optimizer is not None and not own
+    return wanted and not any(USE_MUON in group.fields for group in p.source.state.groups)
 
 
 def _in_its_groups(p: Passage) -> Source:
     from .crossing.going_on import in_groups_of
 
     return in_groups_of(p.write.run_of, p.source)
+
+
+def _no_empty_groups(p: Passage) -> Source:
+    from .fsdp.groups import without_empty_groups
+
+    return without_empty_groups(p.source)
 
 
 def _deals_groups_anew(p: Passage) -> bool:
@@ -470,6 +471,7 @@ NAMES = (
     Pass("Hugging Face's names", lambda p: p.megatron is not None and p.to.family == ModuleState.names, _to_huggingface),
     Pass("torch's Muon", _has_torchs_muon, _marked),
     Pass("a trainer's param groups", _has_other_groups, _in_its_groups),
+    Pass("groups that train nothing", lambda p: p.to.deals_groups and not all(g.params for g in p.source.state.groups), _no_empty_groups),
     Pass("learning rates by group", _deals_groups_anew, _with_fitting_schedule),
     Pass("functions of the learning rate", _lacks_lambdas, _with_lambdas),
     Pass("what the optimizer has no states of", _keeps_trained_alone, _without_frozen),

@@ -79,8 +79,19 @@ class NewCounters:
     @property
     def own(self) -> dict[str, object] | None:
         """The source's, where they are of its step."""
-        own = self.source.state.other.get(COUNTERS)
-        return dict(own) if isinstance(own, dict) and own.get(STEP) == self.source.state.iteration else None
+        found = (self.source.state.other.get(COUNTERS), self.beside)
+        at = self.source.state.iteration
+        return next((dict(own) for own in found if isinstance(own, dict) and own.get(STEP) == at), None)
+
+    @property
+    def beside(self) -> dict[str, object]:
+        """Those that go along with the source, from beside the tag of DeepSpeed's files; empty where there are none."""
+        carried = self.source.carried
+        return (
+            {}
+            if carried is None or self.files.counters not in carried.files
+            else read_counters(carried.folder, self.files)
+        )
 
     @property
     def batch(self) -> int:

@@ -17,6 +17,7 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
 from mcore_rlhf.families.fsdp.state import is_of_one
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
+from mcore_rlhf.families.lora.names import CONFIG as OF_ADAPTER
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
@@ -268,7 +269,7 @@ def _beside_the_new_tag(source: Source, family: ModuleState, target: Target, row
 
 def _put_counters(source: Source, target: Target, row: RunFiles, like: str | None) -> bool:
     """Put the run's counters beside the tag, unless those that go along are of this step; whether that was done."""
-    before = {} if source.carried is None else read_counters(source.carried.folder, row)
+    before = NewCounters(source, row, {}).beside
     if before.get(STEP) == source.state.iteration:
         return False
     shown = read_counters(Path(like).expanduser(), row) if like is not None else {}
@@ -333,7 +334,8 @@ def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
 
     Sources: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``); accelerate 1.15.0, ``accelerator.py`` (``save_state``).
     """
-    family, described = ModuleState.of(source), (source.root / CONFIG).is_file()
+    family = ModuleState.of(source)
+    described = any((source.root / name).is_file() for name in (CONFIG, OF_ADAPTER))
     row = None if family is None else family.beside
     if not described and row is None:
         return None

@@ -118,3 +118,16 @@ def test_back_from_there(run: tuple[str, Path, Seen], config: Path, tmp_path: Pa
     )
     assert a["module"].keys() == b["module"].keys()
     assert all(torch.equal(a["module"][name], b["module"][name]) for name in a["module"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2)])
+def test_an_adapter_goes_on_under_deepspeed(stage: int, world: int, tmp_path: Path) -> None:
+    """The Trainer saves it without its base, loads it so, and has its schedule in DeepSpeed's own file."""
+    whole = ranks("adapter", stage, world, tmp_path / "run")
+    step = tmp_path / "run" / STEPS["transformers"]
+    done = to(step, tmp_path / "back", "transformers", like=str(step))
+    for folder in (step, done.published):
+        assert folder is not None
+        assert forecast(folder, loader_named("transformers")[0], Settings(), world).resumes
+    assert ranks("adapter", stage, world, tmp_path / "seen", Path(str(done.published))) == whole[3:]

@@ -1,8 +1,9 @@
 """A small Qwen2 whose engine is DeepSpeed, under accelerate or transformers' own Trainer, on the CPU.
 
-``torchrun … -m tests.reference.zero_runs accelerate|transformers STAGE FOLDER [STEP]`` trains from the first step, and saves one, or goes
-on from that which is named; rank 0 leaves in FOLDER what it saw. All ranks have the same batches, so that losses do not depend on how many
-they are. On a machine without a GPU accelerate takes no DeepSpeed: see :mod:`.accelerate_zero`.
+``torchrun … -m tests.reference.zero_runs accelerate|transformers|adapter STAGE FOLDER [STEP]`` trains from the first step, and saves one,
+or goes on from that which is named; rank 0 leaves in FOLDER what it saw. All ranks have the same batches, so that losses do not depend on
+how many they are. ``adapter`` is the Trainer's of peft's. On a machine without a GPU accelerate takes no DeepSpeed: see
+:mod:`.accelerate_zero`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +67,16 @@ def accelerated(stage: int, folder: Path, resume: str | None) -> list[Any]:
     return seen
 
 
-def trained(stage: int, folder: Path, resume: str | None) -> list[Any]:
+def trained(stage: int, folder: Path, resume: str | None, *, adapted: bool = False) -> list[Any]:
     """The Trainer's: loss, learning rate and norm of the gradient of each step."""
-    seen = []
+    seen, seed = [], 9 if resume else 1
 
     class Watch(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
             if "loss" in logs:
                 seen.append([state.global_step, logs["loss"], logs["learning_rate"], float(logs["grad_norm"])])
 
-    made = hf_runs.model(9 if resume else 1, tie_word_embeddings=False)
+    made = hf_runs.adapted(seed) if adapted else hf_runs.model(seed, tie_word_embeddings=False)
     adam = {
         "type": "AdamW",
         "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True},
@@ -99,7 +101,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     how, given, folder, *resume = sys.argv[1:]
     on_the_cpu()
-    told = {"accelerate": accelerated, "transformers": trained}[how](int(given), Path(folder), next(iter(resume), None))
+    told = {"accelerate": accelerated, "transformers": trained, "adapter": partial(trained, adapted=True)}[how](
+        int(given), Path(folder), next(iter(resume), None)
+    )
     if os.environ["RANK"] == "0":
         Path(folder, "seen.json").write_text(json.dumps(told))
     os._exit(0)  # gloo's groups wait for one another where ranks end at different moments

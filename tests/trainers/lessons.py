@@ -78,7 +78,7 @@ def model_of(orders: dict[str, Any]) -> torch.nn.Module:
 def loss_of(model: Callable[..., Any], number: int) -> torch.Tensor:
     """The loss of this rank's share of a batch; the batch is the same, however many ranks share it."""
     words = torch.randint(0, VOCABULARY, (BATCH, WIDTH), generator=torch.Generator().manual_seed(1000 + number))
-    share = words.chunk(dist.get_world_size())[dist.get_rank()]
+    share = words.tensor_split(dist.get_world_size())[dist.get_rank()]
     model.train()  # type: ignore[attr-defined]
     logits = model(input_ids=share, use_cache=False).logits.float()
     return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.size(-1)), share[:, 1:].reshape(-1))

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.verify.checkpoint import verify
+from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
 from tests.trainers import lab as labs
 
@@ -126,3 +127,21 @@ def test_what_verl_saves_after_a_resume_is_read(lab: Lab) -> None:
     moment = tensor_of(source, "model.norm.weight", "exp_avg")
     assert moment.abs().max() > 0
     assert verify(later, ReadOptions()).intact
+
+
+@pytest.mark.parametrize("original", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["flat", "original"])
+def test_copies_of_a_smaller_fsdp_size_are_read(lab: Lab, original: bool) -> None:
+    """Each copy has the whole optimizer of FSDP1; what torch puts together itself is what is read, and another copy is damage."""
+    run, told = lab.folder / f"hybrid-{original}" / "global_step_3" / "actor", lab.folder / f"hybrid-{original}.pt"
+    how = {"strategy": "fsdp", "fsdp_size": 2, "original": original}
+    lab.carry_out("0.9.1", 4, [("train", 3), ("save", run), ("tell", told)], **how)
+    source, whole = open_checkpoint(run, ReadOptions()), torch.load(told)
+    assert source.states == ("master", "exp_avg", "exp_avg_sq")
+    for name, states in whole["state"].items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(tensor_of(source, name, state), states[state]), name
+    file = run / "optim_world_size_4_rank_2.pt"
+    other = torch.load(file, weights_only=False)
+    next(iter(other["state"].values()))["exp_avg"].add_(1)
+    torch.save(other, file)
+    assert "differ between the copies" in str(verify(run, ReadOptions(), Depth.DEEP).problems)

@@ -33,11 +33,14 @@ def wrapped(orders: dict[str, Any]) -> torch.nn.Module:
 
     made, world = model_of(orders), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    if size := orders.get("fsdp_size"):  # smaller than the world: so many ranks have a copy of all
+        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("ddp", "fsdp"))
     if orders["strategy"] == "fsdp":
         policy = fsdp_utils.get_fsdp_wrap_policy(module=made, config=None)
+        kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim > 1 else ShardingStrategy.FULL_SHARD
         return FullyShardedDataParallel(
-            made, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy.FULL_SHARD, device_mesh=mesh,
-            use_orig_params=False, device_id=torch.device("cpu"),
+            made, auto_wrap_policy=policy, sharding_strategy=kind, device_mesh=mesh, use_orig_params=orders.get("original", False),
+            device_id=torch.device("cpu"),
         )  # fmt: skip
     how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
     if orders.get("placement"):  # as 0.7 does

@@ -11,7 +11,7 @@ from typing import Any, cast
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.source import ParamGroup, Source, note_frozen
 from mcore_rlhf.storage.paths import ReadablePath
@@ -100,6 +100,23 @@ class Collected:
 
 
 _OF_EXPERT, _ANY = re.compile(r"\.experts\.\d{1,18}\."), ".experts.*."
+
+
+def without_empty_groups(source: Source) -> Source:
+    """A source without the param groups that train nothing: DeepSpeed's engine drops them from any optimizer that it is given.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``_configure_optimizer``); transformers 5.23.0, ``trainer.py`` (``create_optimizer``),
+    whose second group, of biases and norms, is empty where an adapter is trained.
+
+    Args:
+        source: Any; where none of its groups says what it trains, they stay.
+    """
+    groups, notes = tuple(group for group in source.state.groups if group.params), source.notes.copy()
+    if not groups or len(groups) == len(source.state.groups):
+        return source
+    text = f"param groups: {len(groups)} of {len(source.state.groups)}, as DeepSpeed drops those that train nothing"
+    notes.add(Fate.DERIVED, text, Item(Kind.GROUP))
+    return replace(source, notes=notes, state=replace(source.state, groups=groups))
 
 
 def without_frozen(source: Source) -> Source:

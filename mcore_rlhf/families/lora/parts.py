@@ -11,8 +11,19 @@ from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import Source
 
-from .config import AdapterConfig, given_config
-from .names import BASE_LAYER, LORA_A, PREFIX, SAVED_MODULE, AdapterTensor, in_base, in_file, in_memory, without_prefix
+from .config import AdapterConfig, given_config, read_adapter_config
+from .names import (
+    BASE_LAYER,
+    CONFIG,
+    LORA_A,
+    PREFIX,
+    SAVED_MODULE,
+    AdapterTensor,
+    in_base,
+    in_file,
+    in_memory,
+    without_prefix,
+)
 
 CARRIED = "mcore_rlhf_adapter"
 """The key of client state under which an adapter's configuration and base travel through formats that have no place for them."""
@@ -160,6 +171,10 @@ def known_config(source: Source, reference: str | None) -> AdapterConfig:
     Raises:
         CheckpointError: It cannot be understood.
     """
-    stored = carried(source).get("config")
-    here = AdapterConfig.checked(stored if isinstance(stored, dict) else {}, str(source.root))
-    return given_config(reference) or here
+    stored, given = carried(source).get("config"), given_config(reference)
+    beside = None if source.carried is None else source.carried.files.get(CONFIG)
+    if (
+        given is None and not isinstance(stored, dict) and beside is not None
+    ):  # beside the tag that a Trainer's DeepSpeed wrote
+        return read_adapter_config(beside)
+    return given or AdapterConfig.checked(stored if isinstance(stored, dict) else {}, str(source.root))

@@ -28,6 +28,7 @@ from mcore_rlhf.families.inventory import (
     UNUSED,
     inventory_of,
 )
+from mcore_rlhf.families.lora.names import in_memory
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState, is_dynamic, loose_values, static_scaler
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -236,7 +237,10 @@ def model_states(file: NewFile, dp_rank: int, mp_rank: int) -> StateDict:
     tensors = {} if family.pipeline else _module_tensors(file, local)
     frozen = [param for param in local if not param.spec.trainable and param.spec.name not in family.buffers]
     fragments = _frozen_fragments(file, frozen, tensors, dp_rank)
-    stored = zero.stage >= 2 and not family.without_frozen  # DeepSpeed looks for each in a dictionary that is there
+    alone = not frozen and any(in_memory(param.spec.name) is not None for param in local)  # adapters without their base
+    stored = (
+        zero.stage >= 2 and not family.without_frozen and not alone
+    )  # in a dictionary that is there it looks for each
     first = zero.stage > 0 and dp_rank == 0 and mp_rank == 0
     content: StateDict = {
         "module": None if family.pipeline else _module(tag, tensors, mp_rank),

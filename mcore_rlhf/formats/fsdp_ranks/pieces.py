@@ -17,19 +17,27 @@ class Pieces:
     Args:
         global_shape: Its shape.
         pieces: What the ranks have of it, in their order; those that have nothing are left out.
+        copies: How often they have it, where the mesh's first axis replicates (HSDP): one copy's ranks stand behind another's.
     """
 
     global_shape: Shape
     pieces: tuple[StoredTensor, ...]
+    copies: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of a copy; of copies that are cut in several ways there are none, and no parameter is meant."""
+        sizes = [piece.shape[0] for piece in self.pieces]
+        whole = sizes[: len(sizes) // self.copies]
+        return sum(whole) if whole * self.copies == sizes else -1
 
     def chunks(self) -> Iterator[Chunk]:
         """Where its elements lie."""
-        first, strides = 0, row_major(self.global_shape)
+        at, strides = 0, row_major(self.global_shape)
         for piece in self.pieces:
-            stop = first + piece.shape[0]
-            for part in flat_boxes(self.global_shape, first, stop):
+            first, at = at, (at + piece.shape[0]) % (self.numel or 1)
+            for part in flat_boxes(self.global_shape, first, first + piece.shape[0]):
                 yield Chunk(part, piece.record, piece.start + dot(part.offset, strides) - first, strides)
-            first = stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +48,13 @@ class Flattened:
         name: It.
         unit: All of them.
         pieces: Those of all ranks.
+        copies: See :class:`Pieces`.
     """
 
     name: str
     unit: Unit
     pieces: tuple[StoredTensor, ...]
+    copies: int = 1
 
     @property
     def global_shape(self) -> Shape:
@@ -53,8 +63,9 @@ class Flattened:
 
     def chunks(self) -> Iterator[Chunk]:
         """Where its elements lie."""
+        shards = len(self.pieces) // self.copies
         for rank, piece in enumerate(self.pieces):
-            yield from self.unit.chunks(self.name, len(self.pieces), rank, piece.record, piece.start)
+            yield from self.unit.chunks(self.name, shards, rank % shards, piece.record, piece.start)
 
 
 def units_in(
@@ -63,6 +74,7 @@ def units_in(
     shapes: Mapping[str, Shape],
     config: Mapping[str, object],
     world: int,
+    copies: int = 1,
 ) -> list[Unit] | None:
     """The flat parameters of a model, where a table says their order and every rank has the piece of each that it should; else None.
 
@@ -76,11 +88,12 @@ def units_in(
         shapes: Of the model's parameters, in the order of its state dict.
         config: Its description.
         world: Ranks.
+        copies: See :class:`Pieces`.
     """
     if by_table(shapes, config) != list(shapes):
         return None
     units = units_of(shapes)
-    wanted = {str(number): [(unit.piece(world),)] * world for number, unit in enumerate(units)}
+    wanted = {str(number): [(unit.piece(world // copies),)] * world for number, unit in enumerate(units)}
     fits = list(map(str, listed)) == list(wanted) and all(
         [piece.shape for piece in pieces] == wanted.get(number)
         for number, of in found.items()

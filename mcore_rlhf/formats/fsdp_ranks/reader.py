@@ -258,12 +258,11 @@ class _RanksReader:
             listed = [fields.get(PARAMS) for fields in self.collected.fields.values()]
             alone = listed[0] if len(listed) == 1 and isinstance(listed[0], list) else []
             own = {name: shape for name, shape in whole.items() if name not in aliases}
-            units = units_in(found, alone, own, config, len(self.optim))
-            return (
-                self._flat_states(found, shapes, list(own), config)
-                if units is None
-                else self._taken_apart(found, units)
-            )
+            world, hybrid = len(self.optim), any(len(p[0].dims) > 1 for p in tensors.values() if self._is_cut(p))
+            copies = world // self._shards() if hybrid else 1
+            if units := units_in(found, alone, own, config, world, copies):
+                return self._taken_apart(found, units, copies)
+            return self._flat_states(found, shapes, list(own), config, copies)
         one = {number: next(iter(states.values()))[0].global_shape for number, states in found.items()}
         names = name_numbers(self.collected, shapes, one, self.root, self.notes)
         return {names[number]: states for number, states in found.items()}
@@ -331,13 +330,14 @@ class _RanksReader:
         shapes: Mapping[str, Shape],
         own: Collection[str],
         config: Mapping[str, object],
+        copies: int,
     ) -> dict[str, dict[str, list[Any]]]:
         """States of FSDP1 with original parameters: bare pieces, each of one of them, and those of all ranks together are it.
 
         Raises:
             Unsupported: Nobody knows which parameters are meant.
         """
-        sizes = {n: (sum(piece.shape[0] for piece in next(iter(states.values()))),) for n, states in found.items()}
+        sizes = {n: (Pieces((), tuple(next(iter(states.values()))), copies).numel,) for n, states in found.items()}
         try:
             names = name_numbers(self.collected, shapes, sizes, self.root, self.notes, flat=True)
         except Unsupported:
@@ -349,12 +349,14 @@ class _RanksReader:
                 "verl's strategy fsdp2 saves an optimizer that says it."
             ) from None
         return {
-            names[number]: {key: [Pieces(shapes[names[number]], tuple(pieces))] for key, pieces in states.items()}
+            names[number]: {
+                key: [Pieces(shapes[names[number]], tuple(pieces), copies)] for key, pieces in states.items()
+            }
             for number, states in found.items()
         }
 
     def _taken_apart(
-        self, found: Mapping[str, Mapping[str, list[Any]]], units: Sequence[Unit]
+        self, found: Mapping[str, Mapping[str, list[Any]]], units: Sequence[Unit], copies: int
     ) -> dict[str, dict[str, list[Any]]]:
         """The states of all parameters, each in its unit's pieces; groups and steps by name."""
         named = [(str(number), name) for number, unit in enumerate(units) for name in unit.shapes]
@@ -364,7 +366,7 @@ class _RanksReader:
         text = "by the order of its table, each layer flattened as FSDP1 does it; all pieces have their lengths"
         self.notes.add(Fate.DERIVED, f"names of the optimizer's {len(units)} flat parameters: {text}")
         return {
-            name: {key: [Flattened(name, units[int(number)], tuple(pieces))] for key, pieces in found[number].items()}
+            name: {key: [Flattened(name, units[int(number)], tuple(of), copies)] for key, of in found[number].items()}
             for number, name in named
             if number in found
         }

@@ -79,8 +79,9 @@ class _RunReader:
             self.weights.state.groups if optimizer is None or order is None else optimizer.groups(order, self.notes)
         )
         rng, stored = self.files.read_rng(self.path, self.options.stubs)
-        iteration = self._iteration(counters, groups, scheduler, len(rng))
-        sidecar = self._sidecar(iteration)
+        kept = self._sidecar()
+        iteration = self._iteration(counters, groups, scheduler, len(rng), kept)
+        sidecar = kept if kept is not None and kept.state.iteration == iteration else None  # unless a run went on since
         source = self._as_computed(weights, sidecar)
         if optimizer is not None and order is not None:
             source = self._joined(weights, optimizer, order, groups, sidecar)
@@ -186,8 +187,8 @@ class _RunReader:
         )  # fmt: skip
 
     def _iteration(
-        self, counters: Mapping[str, object], groups: tuple[ParamGroup, ...], scheduler: object, ranks: int
-    ) -> int:
+        self, counters: Mapping[str, object], groups: tuple[ParamGroup, ...], scheduler: object, ranks: int, kept: Sidecar | None
+    ) -> int:  # fmt: skip
         """The step that was reached: as the files say, the folder is called, or the optimizer or else the schedule have counted.
 
         Source: accelerate 1.15.0, ``scheduler.py`` (``AcceleratedScheduler.step``): a schedule counts once for every process.
@@ -208,19 +209,20 @@ class _RunReader:
             found, where = max(steps), "from the optimizer's step"
         elif isinstance(epoch, int) and 0 <= epoch <= MOST_STEPS and epoch % times == 0:
             found, where = epoch // times, f"from the schedule, which is at {EPOCH} {epoch}"
+        elif kept is not None:
+            found, where = kept.state.iteration, "as what it was converted from had it"
         else:
             found, where = 0, "nothing says how many steps were made"
         self.notes.add(Fate.NOTE, f"iteration {found}: {where}")
         return found
 
-    def _sidecar(self, iteration: int) -> Sidecar | None:
-        """What we kept beside, unless a run went on since."""
+    def _sidecar(self) -> Sidecar | None:
+        """What we kept beside."""
         try:
-            found = Sidecar.read(self.path, self.options.stubs)
+            return Sidecar.read(self.path, self.options.stubs)
         except CheckpointError as error:
             self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
             return None
-        return found if found is not None and found.state.iteration == iteration else None
 
     def _training(
         self, iteration: int, counters: Mapping[str, object], scheduler: object, groups: tuple[ParamGroup, ...], sidecar: Sidecar | None

@@ -235,7 +235,8 @@ class _RunTarget:
         """What becomes of them: ``keep``, ``derive`` or ``drop``."""
         fits = len(self.kept_rng) == self.ranks
         wanted = self.options.rng or ("keep" if fits else "derive")
-        return "drop" if wanted == "drop" or not self.optimizer else "keep" if wanted == "keep" and fits else "derive"
+        alone = not self.optimizer and self.files.counters  # accelerate's steps have them always, and are known by them
+        return "drop" if wanted == "drop" or alone else "keep" if wanted == "keep" and fits else "derive"
 
     def _random_states(self) -> list[Mapping[str, object]]:
         at, ranks = self.source.state.iteration, self.ranks

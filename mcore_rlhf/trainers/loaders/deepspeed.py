@@ -87,6 +87,18 @@ def _fewer(seen: Seen) -> object:
     return None
 
 
+def _baseless(seen: Seen) -> object:
+    """The module's file has an adapter without what it adapts, and whatever the engine's module has is asked for: ``{file}``, ``{key}``."""
+    for name in () if seen.settings.denies("load_module_strict") else seen.matching(MODEL):
+        keys = seen.keys(name)
+        based = {key.rpartition(_BASE)[0] for key in keys if _BASE in key}
+        gone = sorted({found[1] for key in keys if (found := _ADAPTED.fullmatch(key))} - based)
+        if gone:
+            return {"file": name, "key": f"{gone[0].removeprefix('module/')}{_BASE}weight"}
+    return None
+
+
+_BASE, _ADAPTED = ".base_layer.", re.compile(r"(module/[^/]+)\.lora_(?:embedding_)?A\.[^/]+")
 _TRAINED = re.compile(r"optimizer/(?:optimizer_state_dict/)?param_groups/\d+/params/\d+")
 _TENSOR = re.compile(r"module/([^/]+)")
 
@@ -139,6 +151,7 @@ def _universal(seen: Seen) -> bool:
     return seen.settings.says("load_universal", "checkpoint.load_universal")
 
 
+STRICT = "{file} has no {key}, as it holds an adapter alone: it is not loaded without load_module_strict=False"
 ROWS = rows_of(
     "DeepSpeed 0.19.8, runtime/",
     Habit((Thing.WEIGHTS,), _REFUSED, "no …model_states.pt is there", "state_dict_factory.py:168 (check_ckpt_list)", lacks(MODEL), True),
@@ -150,6 +163,7 @@ ROWS = rows_of(
         without(MODEL, "module", "dp_world_size"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} has no {key}, which stands in its own lists: loading it fails",
         "engine.py:4643 (_load_checkpoint)", lacks_of(MODEL, "module", "param_shapes", "buffer_names"), True),
+    Habit((Thing.WEIGHTS,), _REFUSED, STRICT, "engine.py:4662 (_load_checkpoint)", _baseless, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} has {there} parameters, its optimizer {wanted}: loading it fails",
         "engine.py:4643 (_load_checkpoint)", _fewer, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a rank's file is missing: {problem}", "engine.py:4568 (_load_checkpoint)",
@@ -262,6 +276,12 @@ def _of_tag(row: Habit) -> Habit:
         return None if tag is None else row.when(tag)
 
     return replace(row, things=tuple(thing for thing in row.things if thing in _LOST), when=when)
+
+
+def adapter_in_tag(seen: Seen) -> object:
+    """A step's tag has an adapter alone: ``{file}`` and ``{key}``, which is of its base."""
+    tag = _tag_in(seen)
+    return None if tag is None else _baseless(tag)
 
 
 IN_A_TAG = tuple(_of_tag(row) for row in ROWS if row.outcome.is_loss and {*row.things} & {*_LOST})

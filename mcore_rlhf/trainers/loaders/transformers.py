@@ -73,7 +73,11 @@ def _other_world(seen: Seen) -> object:
     return was and now and was != now and said is None and {"was": was, "now": now}
 
 
-_OF_OTHERS = tuple(replace(row, ran=False) for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS))
+_OF_OTHERS = tuple(
+    replace(row, ran=False)
+    for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS)
+    if row.why != deepspeed.STRICT  # it gives load_module_strict=False with an adapter (trainer.py:1804)
+)
 ROWS = _OF_OTHERS + rows_of(
     "transformers 5.23.0, trainer.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
@@ -89,6 +93,8 @@ ROWS = _OF_OTHERS + rows_of(
         "(_issue_warnings_after_load)", lacks_tensors, True),
     Habit((Thing.WEIGHTS,), _RESTORED, "the model's file is read into the model that the run made", "3602 (_load_from_checkpoint)",
         ran=True),
+    Habit((Thing.LORA,), _RESTORED, "with DeepSpeed's own files; its base is the one that the run gives", "1804 (_prepare_for_training)",
+        deepspeed.adapter_in_tag, True),
     Habit((Thing.LORA,), _RESTORED, "the adapter's file is read; its base is the one that the run gives", "3690 (_load_from_checkpoint)",
         has("adapter_model.*", "*/adapter_model.*"), True),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} in which the configuration makes the model",
@@ -105,7 +111,9 @@ ROWS = _OF_OTHERS + rows_of(
     Habit((Thing.SCHEDULER,), _IGNORED, "scheduler.pt is passed over, as optimizer.pt is not there: both or neither; nothing is said",
         "3923 (_load_optimizer_and_scheduler)", both(lacks(*_OPTIMIZER), lacks(*_ZERO)), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.pt is not there, and a run on DeepSpeed opens it without a look",
-        "3896 (_load_optimizer_and_scheduler)", both(has(*_ZERO), lacks("scheduler.pt"))),
+        "3896 (_load_optimizer_and_scheduler)", both(has(*_ZERO), lacks("scheduler.pt"), lambda seen: not seen.held.scheduler)),
+    Habit((Thing.SCHEDULER,), _RESTORED, "DeepSpeed's own: the Trainer gave it the schedule, with the optimizer of its configuration",
+        "3891 (_load_optimizer_and_scheduler)", both(has(*_ZERO), lacks("scheduler.pt")), True),
     Habit(OF_OPTIMIZER, _IGNORED, "passed over, as scheduler.pt is not there: both or neither; nothing is said",
         "3923 (_load_optimizer_and_scheduler)", lacks("scheduler.pt"), True),
     Habit((Thing.SCHEDULER,), _ANEW, "scheduler.pt is not there; nothing is said", "3923 (_load_optimizer_and_scheduler)",

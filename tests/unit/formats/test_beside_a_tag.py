@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.core.facts import Fate, same
@@ -17,8 +19,13 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, Untrusted
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS, rng_item
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Settings
 
-RUNS = Path(__file__).parents[2] / "goldens" / "trainers"
+GOLDENS = Path(__file__).parents[2] / "goldens"
+RUNS = GOLDENS / "trainers"
 BOTH = ("random_states_0.pkl", "random_states_1.pkl")
 
 
@@ -33,6 +40,12 @@ def step(tmp_path: Path) -> Path:
 def to(source: Path, target: Path, name: str, **write: object) -> Job:
     write.setdefault("reference_config", str(RUNS / "config.json"))
     return convert(source, target, ConvertOptions(to=name, fsync=False, write=WriteOptions(**write)))  # type: ignore[arg-type]
+
+
+def into(source: Path, target: Path, trainer: str, **write: object) -> Path:
+    """The step that a trainer's run has then."""
+    options = ConvertOptions(to=trainer, fsync=False, write=WriteOptions(**write))  # type: ignore[arg-type]
+    return Path(str(convert_step(find(source, ReadOptions()), target, options).published))
 
 
 def states(folder: Path, names: tuple[str, ...] = BOTH) -> list[object]:
@@ -71,6 +84,46 @@ def test_a_run_of_the_trainers_with_deepspeed(step: Path, tmp_path: Path) -> Non
     assert done.lossless, done.account.lost
     there = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "config.json"} <= there
+
+
+def test_an_adapters_step_of_the_trainers_with_deepspeed(tmp_path: Path) -> None:
+    """Its configuration and counters lie beside the tag, which has its schedule and no base; each goes along, and DeepSpeed alone stops."""
+    step = RUNS / "tr_peft_ds2" / "checkpoint-3"
+    done = into(step, tmp_path / "back", "transformers", like=str(step))
+    for folder in (step, done):
+        trainer, engine = (
+            forecast(folder, loader_named(name)[0], Settings(), 1) for name in ("transformers", "accelerate")
+        )
+        assert trainer.resumes
+        assert engine.stops
+        assert any("an adapter alone" in one.why for one in engine.roles[""])
+        assert (folder / "trainer_state.json").read_bytes() == (step / "trainer_state.json").read_bytes()
+    alone = to(step, tmp_path / "peft", "peft", reference_config=None)
+    assert alone.report.lines
+    found, own = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", step))
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    plain = into(step, tmp_path / "plain", "transformers")
+    assert [len(group["params"]) for group in torch.load(plain / "optimizer.pt")["param_groups"]] == [12, 0]
+    assert json.loads((plain / "trainer_state.json").read_text()) == json.loads(
+        (step / "trainer_state.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("trainer", ["accelerate", "transformers"])
+def test_an_adapter_under_deepspeed_has_no_group_that_trains_nothing(trainer: str, tmp_path: Path) -> None:
+    """DeepSpeed drops such a group of any optimizer, and looks for frozen parameters in a dictionary that is there."""
+    adapter = GOLDENS / "transformers" / "adapter"
+    assert len(torch.load(adapter / "optimizer.pt")["param_groups"]) == 2
+    done = into(adapter, tmp_path / "out", trainer, zero_stage=2)
+    ((model, optimizer),) = [[torch.load(file, weights_only=False) for file in sorted(done.glob("*/*_states.pt"))]]
+    assert len(optimizer["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]) == 1
+    assert len(model["lr_scheduler"]["base_lrs"]) == len(model["param_shapes"]) == 1
+    assert model["frozen_param_fragments"] is None
+    assert forecast(done, loader_named(trainer)[0], Settings(), 1).resumes == (trainer == "transformers")
+    if trainer == "transformers":
+        counted = [json.loads((folder / "trainer_state.json").read_text()) for folder in (done, adapter)]
+        assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("target", ["dcp", "universal", "hf", "megatron"])

@@ -31,6 +31,7 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.runs import step_at
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Settings
@@ -343,6 +344,16 @@ def test_a_zeroed_optimizer_is_damaged(golden: Path, tmp_path: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(CheckpointError, match=file.name):
         open_checkpoint(tmp_path / golden.name, ReadOptions())
+
+
+def test_weights_alone_are_a_step_of_accelerates(folder: Path, tmp_path: Path) -> None:
+    """It writes random states beside any model, by which its steps are known; how many were made, nothing else of such a step says."""
+    given = ConvertOptions(to="accelerate", fsync=False, write=WriteOptions(no_optimizer=True))
+    step = Path(str(convert_step(find(folder, ReadOptions()), tmp_path / "run", given).published))
+    assert step_at(step) is not None
+    assert (
+        open_checkpoint(step, ReadOptions()).state.iteration == open_checkpoint(folder, ReadOptions()).state.iteration
+    )
 
 
 def test_a_pickle_is_never_run(folder: Path, tmp_path: Path) -> None:
