@@ -72,6 +72,7 @@ class DistParts:
         sharding: How its loader takes a distributed optimizer's states where it takes the weights from there, too.
         arguments: What decides how its buffers are cut, as its runs have it unless they are told otherwise.
         told: How the trainer is told to take the weights from there, with ``{path}`` for the step's folder.
+        by_steps: Whether its scheduler counts steps, and not samples.
     """
 
     model: str
@@ -83,6 +84,7 @@ class DistParts:
     sharding: str
     arguments: Mapping[str, object]
     told: str
+    by_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,9 @@ class WriteOptions(FormatOptions):
     """What a target is to be, and for whose run (``run_of``); None keeps what the source has. A folder that is a URL is a UsageError."""
 
     tp: int | None = option(
-        COUNT,
-        "Tensor-parallel degree. Omitted degrees keep the source's.",
-        group=LAYOUT,
-        more="For `deepspeed`: the source's, or 1.",
+        COUNT, "Tensor-parallel degree. Omitted degrees keep the source's.", group=LAYOUT, more="For `deepspeed`: the source's, or 1.",
         takes=Takes.MODEL_PARALLEL,
-    )
+    )  # fmt: skip
     pp: int | None = option(
         COUNT, "Pipeline stages.", group=LAYOUT, more="For `deepspeed`: the source's.", takes=Takes.MODEL_PARALLEL
     )

@@ -15,6 +15,7 @@ from mcore_rlhf.families.fsdp.groups import STEP
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import Membership, by_sgd
+from mcore_rlhf.families.megatron.schedule import MADE, made_at, new_scheduler
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -41,7 +42,6 @@ from .description import (
     undeclared_fields,
 )
 from .groups import OF_MEGATRON, DealtGroups, as_megatron
-from .megatron_schedule import MADE, made_at, new_scheduler
 from .packing import repacked
 from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
 from .shifting import SHIFTED, shifted

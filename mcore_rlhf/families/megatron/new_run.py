@@ -25,6 +25,7 @@ from .folders import FileRank
 from .groups import CLASSES, Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
 from .remainders import has_remainders, kept_remainders
+from .schedule import in_steps
 from .state import LAID_OUT, MegatronState, RankValues, RngMaker, saved_rng
 
 _PRECISE = "use_precision_aware_optimizer"
@@ -81,6 +82,8 @@ class NewRun:
             )
         _check_own_copies(source, choices.parallel.tp, ckpt_format)
         report = source.notes.for_target()
+        if options.run_of.parts is not None and options.run_of.parts.by_steps:
+            source = in_steps(source, report)
         if ckpt_format == "torch_dist":
             report.through(CLASSES, source.state.groups)
             source = replace(source, state=replace(source.state, groups=without_classes(source.state.groups)))
