@@ -335,7 +335,7 @@ def _in_its_groups(p: Passage) -> Source:
 def _no_empty_groups(p: Passage) -> Source:
     from .fsdp.groups import without_empty_groups
 
-    return without_empty_groups(p.source)
+    return p.source if p.source.format == p.to.name else without_empty_groups(p.source)
 
 
 def _deals_groups_anew(p: Passage) -> bool:

@@ -474,7 +474,7 @@ def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:
     """As Megatron-LM's ``load_checkpoint`` does, and then train to the end.
 
     The format is the folder's: a layer-wise optimizer has its own method and its own file of every rank; or it is ``torch_dist``.
-    Where there is no scheduler it is as ``--override-opt-param-scheduler`` leaves it.
+    The scheduler is as ``--override-opt-param-scheduler`` leaves it, where it was made too.
     """
     import torch
     from megatron.core import parallel_state
@@ -502,10 +502,8 @@ def go_on_with_megatron(session: Session, root: str, kind: str) -> Seen:
             trainer.optimizer.load_state_dict(model["optimizer"])
         if (folder / "distrib_optim.pt").exists():
             trainer.optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
-        if "opt_param_scheduler" in model:
-            trainer.scheduler.load_state_dict(model["opt_param_scheduler"])
-        else:
-            trainer.scheduler.step(increment=trainer.consumed_train_samples)
+        trainer.scheduler.override_opt_param_scheduler = True
+        trainer.scheduler.load_state_dict(model["opt_param_scheduler"])
     seen.states[LOOK], seen.look = states_of(trainer), look(trainer, session)
     train_on(trainer, seen, END)
     return seen

@@ -109,7 +109,7 @@ def without_empty_groups(source: Source) -> Source:
     whose second group, of biases and norms, is empty where an adapter is trained.
 
     Args:
-        source: Any; where none of its groups says what it trains, they stay.
+        source: Of another format; where none of its groups says what it trains, they stay, and DeepSpeed's own stay as its run has them.
     """
     groups, notes = tuple(group for group in source.state.groups if group.params), source.notes.copy()
     if not groups or len(groups) == len(source.state.groups):
