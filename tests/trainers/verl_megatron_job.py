@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +65,8 @@ class Run:
 
     def step(self, number: int) -> Step:
         self.trainer.iteration = number - 1
-        loss = self.trainer.train_step()
+        with by_steps(self.trainer.scheduler):
+            loss = self.trainer.train_step()
         seen = {"loss": loss, "lr": [group["lr"] for group in self.trainer.optimizer.param_groups]}
         return {**seen, "drawn": torch.rand(1).item()} if self.orders.get("draw") else seen
 
@@ -76,6 +79,17 @@ class Run:
             megatron_checkpoint.load(self.trainer, path, rng=False)
         else:
             self.manager.load_checkpoint(path)
+
+
+@contextmanager
+def by_steps(scheduler: Any) -> Iterator[None]:
+    """Have the scheduler count a step, as verl's ``lr_scheduler_step`` does, where this trainer counts samples."""
+    step = scheduler.step
+    scheduler.step = lambda increment: step(1)
+    try:
+        yield
+    finally:
+        del scheduler.step
 
 
 def with_adapters(model: TinyGPT, parallel: Parallel, training: Training) -> Trainer:
