@@ -7,7 +7,7 @@ Source: Megatron-LM, as megatron-core 0.19.2 brings it, ``megatron/training/chec
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mcore_rlhf.trainers.conditions import (
     OTHER_CLASS,
@@ -105,6 +105,7 @@ COMMON = (_MODEL, "*common.pt", "*.metadata//common_state/*")
 """What is not a tensor's of any rank: in each rank's file, in a file of its own, or, since 0.19, in an object."""
 _FLAT_GROUPS = "*.metadata//*optimizer.distributed.dp_group_idx_*.optimizer/*"
 RESUMED = (*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA)
+ALL = (Thing.WEIGHTS, *RESUMED)
 _COMPARED = (
     "num_layers",
     "hidden_size",
@@ -115,11 +116,11 @@ _COMPARED = (
 _GROUP = ("wd_mult|pre_wd_mult", "lr_mult|pre_lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _OF_SOME = ("max_lr", "min_lr")
 """What groups are told apart by in 0.19, and did not have before."""
-SCHEDULE = (
+_SCHEDULE = (
     "max_lr|start_lr", "lr_warmup_steps|warmup_iter|warmup_steps", "num_steps|num_iters", "lr_decay_style|decay_style",
     "lr_decay_steps|end_iter|decay_steps", "min_lr",
 )  # fmt: skip
-WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
+_WEIGHT_DECAY = ("end_wd", "wd_incr_style", "wd_incr_steps")
 """What a scheduler's state must have, and what of the weight decay where it has ``start_wd``: keys of one release, or of an older one."""
 STREAMS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 _UNFIT = re.compile("|".join((
@@ -231,6 +232,22 @@ def _hollow(seen: Seen) -> object:
     return None
 
 
+def cut_schedule(places: tuple[str, ...], key: str = "opt_param_scheduler") -> Callable[[Seen], object]:
+    """A scheduler's state lacks a key that its loader asks for: ``{file}`` and ``{key}``.
+
+    Args:
+        places: Where a state may lie, see :meth:`.Seen.places`.
+        key: What it is called there.
+    """
+    always, decaying = (without(places, *names, inside=f"{key}/") for names in (_SCHEDULE, _WEIGHT_DECAY))
+
+    def when(seen: Seen) -> object:
+        decays = any(f"{key}/start_wd" in seen.keys(name) for name in seen.places(*places))
+        return always(seen) or (decays and decaying(seen))
+
+    return when
+
+
 _A_GROUP = re.compile(r"(?:optimizer/)?(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
 
 
@@ -240,22 +257,22 @@ ROWS = rows_of(
         broken("*model_optim_rng.pt"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "_load_global_dist_base_checkpoint",
         broken("*.distcp", ".metadata", "common.pt", "metadata.json")),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
+    Habit(ALL, _REFUSED, "{file} has no {key}: a TypeError", "megatron/core/dist_checkpointing/core.py",
         without("metadata.json", "sharded_backend"), True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
+    Habit(ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's "
         "CheckpointException", "_load_global_dist_base_checkpoint", not_listed, True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
+    Habit(ALL, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "megatron/core/optimizer/distrib_optimizer.py:sharded_param_state_dp_reshardable",
         unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
+    Habit(ALL, _REFUSED, "{file} has no {key}: flattened ranges are asked for, a CheckpointingException",
         "load_checkpoint", both(_dealt_flat, without(COMMON[1:], "content_metadata/distrib_optim_sharding_type")), True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
+    Habit(ALL, _REFUSED, "{file} has no {key}: it exits, with 0", "load_checkpoint",
         without(COMMON, "iteration|total_iters"), True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
+    Habit(ALL, _REFUSED, "{file} has no {key}: taken for 0, whose args have other names: an AttributeError",
         "check_checkpoint_args", both(lambda seen: seen.held.args or seen.held.problem, without(COMMON, "checkpoint_version"))),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
+    Habit(ALL, _REFUSED, "the stored args have no {key}, which is compared: an AttributeError",
         "check_checkpoint_args", both(lambda seen: not seen.settings.says("finetune"), _uncompared), True),
-    Habit((Thing.WEIGHTS, *RESUMED), _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
+    Habit(ALL, _REFUSED, "{file} has no {key}: a KeyError", "load_checkpoint",
         without(_MODEL, "model|model0|model1"), True),
     Habit((Thing.WEIGHTS,), _ANEW, "a tensor of the model is missing ({problem}): loading it falls back to strict=False, and the tensor "
         "keeps what it was made with; only printed", "load_model_state_dict", _lacks_tensors, True),
@@ -319,11 +336,7 @@ ROWS = rows_of(
         lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "load_checkpoint", other_optimizer("optimizer", _MODEL, _DISTRIB, ".metadata")),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer, and distrib_optim.pt of the distributed one", "load_checkpoint", ran=True),
-    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        without(COMMON, *SCHEDULE, inside="opt_param_scheduler/"), True),
-    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER,
-        both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*COMMON)),
-             without(COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _IN_SCHEDULER, cut_schedule(COMMON), True),
     Habit((Thing.SCHEDULER,), _IGNORED, "{key}: the rates of the arguments, and of the file the number of steps alone",
         _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",

@@ -24,15 +24,15 @@ from mcore_rlhf.trainers.megatron import BRIDGE
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 from .megatron import (
+    ALL,
     BUCKETS,
     COMMON,
     DIST,
     OF_BUCKETS,
     RESUMED,
-    SCHEDULE,
     STREAMS,
-    WEIGHT_DECAY,
     WITH_OPTIMIZER,
+    cut_schedule,
     in_groups,
     lies_flat,
     not_listed,
@@ -40,7 +40,6 @@ from .megatron import (
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_ALL = (Thing.WEIGHTS, *RESUMED)
 _CONFIG, _COUNTERS = "run_config.yaml", "train_state.pt"
 _COUNTED = (
     "step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "floating_point_operations_so_far", "do_train",
@@ -65,20 +64,20 @@ def _is_adapter(seen: Seen) -> bool:
 
 ROWS = rows_of(
     "Megatron-Bridge 067f987, training/checkpointing.py:",
-    Habit(_ALL, _REFUSED, "a Hugging Face folder is no run to go on with: a ValueError; pretrained_checkpoint takes one",
+    Habit(ALL, _REFUSED, "a Hugging Face folder is no run to go on with: a ValueError; pretrained_checkpoint takes one",
         "2752 (_load_checkpoint_from_path)", both(has("config.json"), has(*_HF), lacks(*DIST))),
-    Habit(_ALL, _REFUSED, "neither metadata.json nor .metadata is there: “Unknown checkpoint format”", "255 (_get_checkpoint_format)",
+    Habit(ALL, _REFUSED, "neither metadata.json nor .metadata is there: “Unknown checkpoint format”", "255 (_get_checkpoint_format)",
         lacks("metadata.json", ".metadata")),
-    Habit(_ALL, _REFUSED, "metadata.json is not there: it is taken for fsdp_dtensor, and the configuration's torch_dist is another: an "
+    Habit(ALL, _REFUSED, "metadata.json is not there: it is taken for fsdp_dtensor, and the configuration's torch_dist is another: an "
         "AssertionError", "3723 (_load_base_checkpoint)",
         both(lacks("metadata.json"), lambda seen: seen.settings.get("checkpoint.ckpt_format", "ckpt_format") != "fsdp_dtensor"), True),
-    Habit(_ALL, _REFUSED, "{file} {wrong}: loading it fails", "3528 (_load_global_dist_base_checkpoint)",
+    Habit(ALL, _REFUSED, "{file} {wrong}: loading it fails", "3528 (_load_global_dist_base_checkpoint)",
         broken("*.distcp", ".metadata", "common.pt", "metadata.json", _CONFIG)),
-    Habit(_ALL, _REFUSED, "{file} has no {key}: a TypeError", "3528 (_load_global_dist_base_checkpoint)",
+    Habit(ALL, _REFUSED, "{file} has no {key}: a TypeError", "3528 (_load_global_dist_base_checkpoint)",
         without("metadata.json", "sharded_backend"), True),
-    Habit(_ALL, _REFUSED, f"neither {_CONFIG}, nor args in {{file}}: “Legacy checkpoint missing 'args'”",
+    Habit(ALL, _REFUSED, f"neither {_CONFIG}, nor args in {{file}}: “Legacy checkpoint missing 'args'”",
         "378 (_extract_megatron_lm_args_from_state_dict)", _argless, True),
-    Habit(_ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's CheckpointException",
+    Habit(ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's CheckpointException",
         "3572 (_load_global_dist_base_checkpoint)", not_listed, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", "3572 (_load_global_dist_base_checkpoint)", incomplete),
     Habit((Thing.WEIGHTS,), _RESTORED, "model, whatever TP and PP", "3135 (_load_checkpoint_from_path)", ran=True),
@@ -112,14 +111,7 @@ ROWS = rows_of(
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer", "3169 (_load_checkpoint_from_path)", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "3175 (_load_checkpoint_from_path)",
         without(COMMON, "opt_param_scheduler|lr_scheduler")),
-    *(
-        Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "3175 (_load_checkpoint_from_path)", condition)
-        for condition in (
-            without(COMMON, *SCHEDULE, inside="opt_param_scheduler/"),
-            both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*COMMON)),
-                without(COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")),
-        )
-    ),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "3175 (_load_checkpoint_from_path)", cut_schedule(COMMON)),
     Habit((Thing.SCHEDULER,), _RESTORED, "opt_param_scheduler", "3175 (_load_checkpoint_from_path)", ran=True),
     Habit((Thing.SCALER,), _RESTORED, "grad_scaler, with the optimizer", "3169 (_load_checkpoint_from_path)",
         lambda seen: seen.held.scaler),

@@ -20,14 +20,14 @@ from mcore_rlhf.trainers.ms_swift import TRAINER
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 
 from .megatron import (
+    ALL,
     BUCKETS,
     COMMON,
     OF_BUCKETS,
     RESUMED,
-    SCHEDULE,
     STREAMS,
-    WEIGHT_DECAY,
     WITH_OPTIMIZER,
+    cut_schedule,
     in_groups,
     lies_flat,
     not_listed,
@@ -35,7 +35,6 @@ from .megatron import (
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_ALL = (Thing.WEIGHTS, *RESUMED)
 _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _COUNTED = "consumed_train_samples"
 
@@ -53,17 +52,17 @@ def _begins_anew(seen: Seen) -> bool:
 
 ROWS = rows_of(
     "ms-swift 4.6.0, swift/megatron/utils/megatron_lm_utils.py:",
-    Habit(_ALL, _REFUSED, "neither metadata.json nor .metadata is there: not a distributed checkpoint", "493 (load_mcore_checkpoint)",
+    Habit(ALL, _REFUSED, "neither metadata.json nor .metadata is there: not a distributed checkpoint", "493 (load_mcore_checkpoint)",
         lacks("*/metadata.json", "*/.metadata")),
-    Habit(_ALL, _REFUSED, "metadata.json is not there: not a distributed checkpoint", "493 (load_mcore_checkpoint)",
+    Habit(ALL, _REFUSED, "metadata.json is not there: not a distributed checkpoint", "493 (load_mcore_checkpoint)",
         lacks("*/metadata.json"), True),
-    Habit(_ALL, _REFUSED, "{file} {wrong}: loading it fails", "493 (load_mcore_checkpoint)",
+    Habit(ALL, _REFUSED, "{file} {wrong}: loading it fails", "493 (load_mcore_checkpoint)",
         broken("*.distcp", "*/.metadata", "*/common.pt", "*/metadata.json")),
-    Habit(_ALL, _REFUSED, "{file} has no {key}: a TypeError", "493 (load_mcore_checkpoint)", without("*/metadata.json", "sharded_backend"),
+    Habit(ALL, _REFUSED, "{file} has no {key}: a TypeError", "493 (load_mcore_checkpoint)", without("*/metadata.json", "sharded_backend"),
         True),
-    Habit(_ALL, _REFUSED, "{key} is not stored, and is compared: an AttributeError, or a KeyError", "495 (load_mcore_checkpoint)",
+    Habit(ALL, _REFUSED, "{key} is not stored, and is compared: an AttributeError, or a KeyError", "495 (load_mcore_checkpoint)",
         _argless),
-    Habit(_ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's CheckpointException",
+    Habit(ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's CheckpointException",
         "565 (load_mcore_checkpoint)", not_listed, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", "565 (load_mcore_checkpoint)", incomplete),
     Habit((Thing.WEIGHTS,), _RESTORED, "model, whatever TP and PP", "573 (load_mcore_checkpoint)", ran=True),
@@ -91,15 +90,9 @@ ROWS = rows_of(
         in_groups),
     Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, "582 (load_mcore_checkpoint)", other_optimizer("optimizer", "*/.metadata")),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer", "582 (load_mcore_checkpoint)", ran=True),
-    *(
-        Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "584 (load_mcore_checkpoint)", condition)
-        for condition in (
-            without(COMMON, "opt_param_scheduler"),
-            without(COMMON, *SCHEDULE, inside="opt_param_scheduler/"),
-            both(lambda seen: any("opt_param_scheduler/start_wd" in seen.keys(name) for name in seen.places(*COMMON)),
-                without(COMMON, *WEIGHT_DECAY, inside="opt_param_scheduler/")),
-        )
-    ),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "584 (load_mcore_checkpoint)",
+        without(COMMON, "opt_param_scheduler")),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", "584 (load_mcore_checkpoint)", cut_schedule(COMMON)),
     Habit((Thing.SCHEDULER,), _RESTORED, "opt_param_scheduler", "584 (load_mcore_checkpoint)", ran=True),
     Habit((Thing.SCALER,), _RESTORED, "grad_scaler, with the optimizer", "582 (load_mcore_checkpoint)", lambda seen: seen.held.scaler),
     Habit((Thing.SCALER,), _ABSENT, "none is stored; only fp16 has one", "582 (load_mcore_checkpoint)"),

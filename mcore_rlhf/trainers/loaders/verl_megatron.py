@@ -13,7 +13,7 @@ from mcore_rlhf.families.run_folders import SPLIT, SPLIT_BESIDE, SPLIT_MODEL, SP
 from mcore_rlhf.trainers.conditions import ADAM, both, broken, has, unlisted, without
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Outcome, Seen, Thing
 
-from .megatron import BUCKETS, OF_BUCKETS, SCHEDULE, WEIGHT_DECAY, not_listed
+from .megatron import BUCKETS, OF_BUCKETS, cut_schedule, not_listed
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _OPTIMIZER, _EXTRA = SPLIT_BESIDE
@@ -259,10 +259,7 @@ ROWS = (
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: an AssertionError", _LINE.format("957"),
         without(_common(_OPTIMIZER), "lr_scheduler"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _LINE.format("962"),
-        without(_common(_OPTIMIZER), *SCHEDULE, inside="lr_scheduler/"), True),
-    Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}: a KeyError", _LINE.format("962"),
-        both(lambda seen: any("lr_scheduler/start_wd" in seen.keys(name) for name in seen.places(*_common(_OPTIMIZER))),
-             without(_common(_OPTIMIZER), *WEIGHT_DECAY, inside="lr_scheduler/")), True),
+        cut_schedule(_common(_OPTIMIZER), "lr_scheduler"), True),
     Habit((Thing.WEIGHTS,), _RESTORED, SPLIT_MODEL, _LINE.format("918"), both(ON_MEGATRON, _BESIDE), True),
     Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_MODEL}: the adapter's; its base's are those of model.path", _LINE.format("918"),
         both(ON_MEGATRON, _adapted), True),
