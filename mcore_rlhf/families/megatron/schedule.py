@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeGuard
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
@@ -34,7 +35,7 @@ def made_at(source: Source) -> Mapping[str, object] | None:
     if source.optimizer is None or FormerFamily.of(source).scheduler(state.iteration) is not None:
         return None
     samples = state.other.get("global_samples")
-    if type(samples) is int and samples > 0:
+    if _is_count(samples) and samples > 0:
         return {"num_steps": samples, "counted": "samples"}
     return {
         "num_steps": state.iteration,
@@ -53,9 +54,14 @@ def new_scheduler(source: Source) -> dict[str, object] | None:
         return None
     rates = [rate for group in source.state.groups if isinstance(rate := _rate(group.fields), float | int)]
     return {
-        "max_lr": float(max(rates, default=0.0)), "min_lr": 0.0, "lr_warmup_steps": 0, "num_steps": made["num_steps"],
+        "max_lr": max(rates, default=0.0), "min_lr": 0.0, "lr_warmup_steps": 0, "num_steps": made["num_steps"],
         "lr_decay_style": "constant", "lr_decay_steps": made["num_steps"],
     }  # fmt: skip
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    """Whether it can be a number of samples or steps; with anything else that a file says nothing is counted."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _rate(fields: Mapping[str, object]) -> object:
@@ -70,7 +76,7 @@ def in_steps(source: Source, report: Report) -> Source:
         report: Told what becomes of it.
     """
     had, at = source.state.scheduler or {}, source.state.iteration
-    counted = {name: value for name in _COUNTS if isinstance(value := had.get(name), int)}
+    counted = {name: value for name in _COUNTS if _is_count(value := had.get(name))}
     if not at or counted.get("num_steps") in (None, 0, at):
         return source
     each = counted["num_steps"] // at

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import EXP_AVG, MASTER
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
+from mcore_rlhf.families.megatron.schedule import in_steps, new_scheduler
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
@@ -157,6 +159,27 @@ def test_a_scheduler_of_another_step_does_not_come_back(tmp_path: Path) -> None:
     made = after.ranks[0].model["opt_param_scheduler"]
     assert (made["num_steps"], made["lr_decay_style"]) == (16, "constant"), "samples that DeepSpeed counted"
     assert "lr_scheduler" in said(job, Fate.LOST)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate"),
+    [(10**5000, 0.1), (-16, 0.1), (True, 0.1), (16, 10**400)],
+    ids=["many", "fewer", "flag", "rate"],
+)
+def test_numbers_that_no_run_has_make_a_scheduler_too(tmp_path: Path, samples: int, rate: float) -> None:
+    convert(LLAMA, tmp_path / "ds", ConvertOptions(to="deepspeed", fsync=False, write=WriteOptions(zero_stage=2)))
+    source = open_checkpoint(tmp_path / "ds", ReadOptions())
+    groups = tuple(replace(group, fields={**group.fields, "max_lr": rate}) for group in source.state.groups)
+    other = {**source.state.other, "global_samples": samples}
+    source = replace(source, origin={}, state=replace(source.state, groups=groups, other=other))
+    made = new_scheduler(source)
+    assert made is not None
+    assert (made["num_steps"], made["max_lr"]) == (16 if samples == 16 else 2, rate)
+    for number in (samples, 3):
+        given = replace(source.state, scheduler={"num_steps": number, "lr_decay_steps": 8})
+        report = Report()
+        assert in_steps(replace(source, state=given), report).state.scheduler is not None
+        assert all(isinstance(text, str) for _, text in report.lines)
 
 
 def without_words() -> Source:
