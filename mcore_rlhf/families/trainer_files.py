@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
-from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.storage.paths import ReadablePath, absolute, lies_in
 from mcore_rlhf.storage.pt import read_pt
 
 from .fsdp.state import random_states
@@ -104,7 +104,7 @@ class RunFiles:
         if not self.optimizers:
             return []
         optimizer, scheduled, counted, scheduler = (
-            any(next(iter(folder.glob(pattern)), None) is not None for pattern in patterns)
+            any(lies_in(folder, pattern) for pattern in patterns)
             for patterns in (self.optimizers, self.schedulers, (self.counters,), (self.scheduler,))
         )
         ranks = {*self._numbers(folder)}

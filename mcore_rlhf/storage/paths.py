@@ -259,6 +259,12 @@ MAX_PART, MAX_PARTS = 255, 64
 """Bytes of one part of a path, which is what file systems take, and parts."""
 
 
+def lies_in(folder: ReadablePath, mark: str) -> bool:
+    """Whether a folder has what a pattern, or a name, says; under the name of a file (``optimizer.pt``) a folder is none."""
+    found = folder.glob(mark) if "*" in mark else (folder / mark,)
+    return any(path.is_file() if PurePath(path.name).suffix else path.exists() for path in found)
+
+
 def canonical(name: str, where: object, what: str = "file", *, parts: int = MAX_PARTS) -> str:
     """A text that comes out of a checkpoint, where it is a canonical relative path: no such text becomes a path otherwise.
 

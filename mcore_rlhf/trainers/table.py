@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Literal
 
 from mcore_rlhf.families.options import DistParts
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, lies_in
 
 STEP = "step"
 """The field of a pattern that stands for a step's number."""
@@ -209,7 +209,7 @@ class Trainer:
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
         """What it looks for in a step that is not there, so that it does not go on from it."""
-        gone = (names for names in self.needs if not any((step / name).exists() for name in names.split("|")))
+        gone = (names for names in self.needs if not any(lies_in(step, name) for name in names.split("|")))
         return tuple(names.partition("|")[0] for names in gone)
 
     def tracked_step(self, text: str) -> int | None:
@@ -223,13 +223,6 @@ class Trainer:
     @cached_property
     def _aside(self) -> tuple[re.Pattern[str], ...]:
         return tuple(map(_pattern, self.aside))
-
-
-def lies_in(folder: ReadablePath, mark: str) -> bool:
-    """Whether a folder has what a pattern, or a name, says."""
-    if "*" in mark:
-        return next(iter(folder.glob(mark)), None) is not None
-    return (folder / mark).exists()
 
 
 def _pattern(text: str) -> re.Pattern[str]:

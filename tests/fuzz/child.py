@@ -191,7 +191,8 @@ def warm_up() -> None:
     import mcore_rlhf
 
     torch.set_num_threads(1)
-    for room in ("cli", "core", "formats", "layouts", "manager", "models", "storage", "verify", "convert"):
+    rooms = ("cli", "families", "formats", "layouts", "manager", "models", "storage", "trainers", "verify", "convert")
+    for room in rooms:
         module = importlib.import_module(f"{mcore_rlhf.__name__}.{room}")
         for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
             importlib.import_module(found.name)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import runs
 from .child import Limits, run
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -89,6 +90,9 @@ class Corpus:
         for name, text in _JOBS.items():
             (self.folder / _JOB / "beside" / name).write_text(text)
         _copy(self.folder / _JOB.partition("+")[0] / "source", self.folder / _JOB / "source")
+        for name, one in runs.RUNS.items():
+            self._make_run(self.folder / f"{runs.OF}{name}", one)
+        runs.make_journal(self.folder / runs.JOURNAL / "source")
         for name, beside in _BESIDE.items():
             _copy(self.folder / name.partition("+")[0] / "source", self.folder / name / "source")
             _copy(beside, self.folder / name / "beside")
@@ -111,6 +115,15 @@ class Corpus:
             raise RuntimeError(f"{line}: {ended.output}")
         for name in ("stdout", "stderr"):
             (self.folder / name).unlink()
+
+    def _make_run(self, folder: Path, run: runs.Run) -> None:
+        """A trainer's run, and beside it the one that it is to be like, and a configuration."""
+        for root in (folder / "source", folder / "beside" / "run"):
+            _copy(GOLDENS / run.golden, root / run.inside)
+            for name, text in run.beside:
+                (root / name).write_text(text)
+        if run.config:
+            (folder / "beside" / "config.yaml").write_text(run.config)
 
     def _make_root(self) -> None:
         """A run's root: step 2 of two roles, which was adopted, and step 3 as another trainer left it."""
@@ -205,6 +218,10 @@ _BESIDE = {
 def _commands(name: str) -> Iterator[str]:
     if name == "run":
         yield from _OF_ROOTS
+    elif name == runs.JOURNAL:
+        yield from runs.OF_JOURNALS
+    elif name.startswith(runs.OF):
+        yield from runs.commands(runs.RUNS[name.removeprefix(runs.OF)])
     elif name in _WITH_BESIDE:
         yield from _WITH_BESIDE[name]
     else:

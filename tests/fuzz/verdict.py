@@ -130,7 +130,7 @@ def _traces(command: str, ended: Ended, folder: Path, before: Mapping[str, objec
     changed = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
     written = [path for path in changed if path != "out" and not path.startswith("out/")]
     if command.startswith("adopt") and ended.code == 0:
-        written = [path for path in written if not path.endswith(STEP_MANIFEST)]
+        written = [path for path in written if not path.endswith((STEP_MANIFEST, MANIFEST_NAME))]
     if written:
         return f"the source was changed: {written[:5]}"
     hidden = [path for path in changed if path.startswith("out/.")]

@@ -26,10 +26,14 @@ def step(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("folder", [False, True], ids=["gone", "folder"])
 @pytest.mark.parametrize("name", TOGETHER)
-def test_a_step_with_a_file_less_is_not_intact(step: Path, name: str) -> None:
+def test_a_step_with_a_file_less_is_not_intact(step: Path, name: str, folder: bool) -> None:
+    """A folder under its name is none: transformers looks for files."""
     assert verify(step, ReadOptions()).intact
     (step / name).unlink()
+    if folder:
+        (step / name).mkdir()
     said = {"optimizer.pt": "the optimizer"}.get(name, name)
     assert f"{said} is missing" in verify(step, ReadOptions()).problems.describe()
     with pytest.raises(CheckpointError):

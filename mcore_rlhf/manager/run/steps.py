@@ -21,13 +21,12 @@ from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headl
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.manifest import Manifest, check, is_newer, utc_time
-from mcore_rlhf.storage.paths import ReadablePath, says_nothing, storage_error, walk
+from mcore_rlhf.storage.paths import ReadablePath, lies_in, says_nothing, storage_error, walk
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settled
 from mcore_rlhf.storage.transactions import PAUSES
 from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
 from mcore_rlhf.trainers.known import called_so, left_by_trainers, roles_by_folder
-from mcore_rlhf.trainers.table import lies_in
 
 from .measured import comparable
 

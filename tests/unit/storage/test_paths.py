@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, Untrusted, UsageError
-from mcore_rlhf.storage.paths import beneath, cannot_open, human, local_path, storage_error
+from mcore_rlhf.storage.paths import beneath, cannot_open, human, lies_in, local_path, storage_error
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,21 @@ def test_byte_counts_are_readable() -> None:
     assert [human(n) for n in (0, 999, 1000, 3_200_000_000, 5 * 10**15)] == [
         "0 bytes", "999 bytes", "1.0 kB", "3.2 GB", "5000.0 TB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mark", "there"),
+    [
+        ("optimizer.pt", False),
+        ("*optimizer*", False),
+        ("policy", True),
+        ("pol*", True),
+        ("a.pt", True),
+        ("*.bin", False),
+    ],
+)
+def test_under_the_name_of_a_file_a_folder_is_none(tmp_path: Path, mark: str, there: bool) -> None:
+    (tmp_path / "optimizer.pt").mkdir()
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "a.pt").touch()
+    assert lies_in(tmp_path, mark) is there
