@@ -44,6 +44,11 @@ def run(path: Path, trainer: str, config: Path | None, world: int | None, json: 
         )
     if config is None:
         notes.append("no configuration was given (--config): the trainer's own defaults are assumed")
+    elif "defaults" in settings.values:
+        notes.append(
+            f"{config.name} takes further values from other files (defaults), which are not read: give the composed one, as a run keeps "
+            "it (config.yaml in Hydra's .hydra/, or in NeMo-RL's step)"
+        )
     if json:
         emit_json(_facts(place, found, version, config, notes))
     else:

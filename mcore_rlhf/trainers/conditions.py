@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from .resuming import INSIDE, MOST_RANKS, Seen
@@ -423,6 +423,31 @@ OTHER_CLASS = (
     "{key} is {now}, and the states that are stored are those of {was}: loading them, or the first step, fails"
 )
 """What is said of one. Source: torch 2.13.0, ``optim/optimizer.py`` (``load_state_dict``: states and groups are then the stored ones)."""
+
+
+def other_backend(files: Mapping[str, tuple[str, ...]], *keys: str) -> Callable[[Seen], object]:
+    """The configuration trains on a backend of which no file is there, and there are another's: ``{key}``, ``{now}`` and ``{file}``.
+
+    Args:
+        files: Patterns of what each backend saves, by its name in the configuration; of others nothing is said.
+        keys: Of the configuration, of which the first that is there names the backend; with ``{role}`` for the model's role.
+    """
+
+    def when(seen: Seen) -> object:
+        asked_for = (key.format(role=seen.role or "actor") for key in keys)
+        key, now = next(((one, str(found)) for one in asked_for if (found := seen.settings.get(one))), ("", ""))
+        if not key or now not in files or seen.has(*files[now]):
+            return None
+        others = seen.matching(*(pattern for patterns in files.values() for pattern in patterns))
+        return others and {"key": key, "now": now, "file": others[0]}
+
+    return when
+
+
+OTHER_BACKEND = (
+    "{key} is {now}, whose loader finds none of its files, and stops: what lies there is another backend's ({file})"
+)
+"""What is said of one."""
 
 
 def both(*conditions: Callable[[Seen], object]) -> Callable[[Seen], object]:

@@ -378,12 +378,14 @@ _OTHER_THINGS = {
     "cli/doctor.py": "packages",
     "cli/tools/reshape_megatron.py": "words of Megatron's own tool",
     "demo/command.py": "a package",
+    "trainers/loaders/transformers.py": "a key of its configuration",
     "demo/train.py": "a package",
     "demo/rl/options.py": "a framework that trains",
     "manager/config/sections.py": "frameworks that train",
     "integrations/deepspeed_checkpoints.py": "a package, and who saves",
     "integrations/megatron_arguments.py": "who loads",
     "integrations/megatron_lm.py": "who loads",
+    **{f"trainers/loaders/{name}.py": "a backend of its configuration" for name in ("rlinf", "skyrl", "verl")},
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
     **dict.fromkeys(
         map("trainers/{}.py".format, (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,43 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     for loader in LOADERS:
         with pytest.raises(NotACheckpoint, match=str(loader.trainer.title)):
             forecast(tmp_path, loader, Settings())
+
+
+_RANKS = " ".join(f"{what}_world_size_1_rank_0.pt" for what in ("model", "optim", "extra_state"))
+_TRACKED = "training_info.json policy/weights/latest_train_state.pt policy/weights/iter_0000000/.metadata"
+_PARTS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+_TAG, _ZERO = (" ".join(["latest", *(f"{tag}/{part}" for part in _PARTS)]) for tag in ("pytorch_model", "global_step3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "said", "outcome"),
+    [
+        ("verl", _RANKS, {"actor_rollout_ref.actor.strategy": "megatron"}, Outcome.REFUSED),
+        ("verl", "dist_ckpt/.metadata", {"actor_rollout_ref.actor.strategy": "fsdp2"}, Outcome.REFUSED),
+        ("verl-sft", "dist_ckpt/.metadata", {"engine.strategy": "fsdp"}, Outcome.REFUSED),
+        ("skyrl", _RANKS, {"trainer.strategy": "megatron"}, Outcome.REFUSED),
+        ("skyrl", "common.pt", {"trainer.strategy": "fsdp"}, Outcome.REFUSED),
+        ("rlinf", "dcp_checkpoint/.metadata", {"actor.training_backend": "megatron"}, Outcome.ANEW),
+        ("rlinf", "iter_0000003/common.pt", {"actor.training_backend": "fsdp"}, Outcome.REFUSED),
+        ("nemo-rl", "policy/weights/.metadata policy/optimizer/.metadata", {"policy.megatron_cfg.enabled": True}, Outcome.ANEW),
+        ("nemo-rl", _TRACKED, {"policy.dtensor_cfg.enabled": True}, Outcome.REFUSED),
+        ("accelerate", "model.safetensors optimizer.bin", {"distributed_type": "DEEPSPEED"}, Outcome.REFUSED),
+        ("accelerate", _TAG, {"distributed_type": "MULTI_GPU"}, Outcome.REFUSED),
+        ("transformers", "model.safetensors optimizer.pt scheduler.pt", {"deepspeed.zero.stage": 2}, Outcome.REFUSED),
+        ("transformers", f"{_ZERO} scheduler.pt model.safetensors", {"deepspeed": False}, Outcome.ANEW),
+    ],
+)  # fmt: skip
+def test_another_backend_in_the_configuration_restores_no_optimizer(
+    name: str, files: str, said: dict[str, object], outcome: Outcome
+) -> None:
+    """Though everything is there that the backend which saved it would restore."""
+    (loader,) = (one for one in LOADERS if one.trainer.name == name)
+    there = frozenset(files.split())
+    held = Held(optimizer=True, scheduler=True, rng=True)
+    seen = Seen("actor", there, there | {"trainer_state.pt", "data.pt"}, {}, held, Settings())
+    found, own = (
+        next(one for one in loader.prospects(replace(seen, settings=settings)) if one.thing is Thing.OPTIMIZER)
+        for settings in (Settings(said), Settings())
+    )
+    assert found.row.outcome is outcome, found.why
+    assert found.why != own.why

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mcore_rlhf.trainers.accelerate import TRAINER
 from mcore_rlhf.trainers.conditions import (
+    OTHER_BACKEND,
     UNRATED,
     asked,
     both,
@@ -17,6 +18,7 @@ from mcore_rlhf.trainers.conditions import (
     lacks_tensors,
     lambdaless,
     missing_ranks,
+    other_backend,
     refused,
     stateless,
     uneven,
@@ -30,10 +32,16 @@ from . import accelerate_fsdp, deepspeed
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _ZERO, _FSDP = ("latest", "pytorch_model/*"), ("pytorch_model_fsdp*",)
+_BACKENDS = {
+    "DEEPSPEED": _ZERO, "FSDP": _FSDP,
+    **dict.fromkeys(("NO", "MULTI_CPU", "MULTI_GPU"), ("model*.safetensors", "pytorch_model*.bin")),
+}  # fmt: skip
+"""By what ``accelerate config`` writes. Source: accelerate 1.15.0, ``utils/dataclasses.py`` (``DistributedType``)."""
 _RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
 
 ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, OTHER_BACKEND, "239", other_backend(_BACKENDS, "distributed_type")),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "239", broken("model*.safetensors", "pytorch_model*"), True),
     Habit((Thing.WEIGHTS,),
         _REFUSED, "neither model.safetensors nor pytorch_model.bin is there; weights in several files are not looked for",

@@ -51,9 +51,15 @@ def _of_weights(seen: Seen) -> bool:
 
 
 def _untracked(seen: Seen) -> bool:
-    """Megatron-Bridge finds no tracker beside the iteration, and takes the model that training began with."""
+    """Megatron-Bridge finds no tracker beside the iteration, or among files of DTensor, and takes the model that training began with."""
     trackers = (f"{_role(seen)}/weights/{name}" for name in _TRACKERS)
-    return _on_megatron(seen) and not any(name in seen.above for name in trackers)
+    loads = _on_megatron(seen) or seen.settings.says(f"{_role(seen)}.megatron_cfg.enabled")
+    return loads and not any(name in seen.above for name in trackers)
+
+
+def _by_dtensor(seen: Seen) -> bool:
+    """The configuration trains with DTensor what Megatron wrote."""
+    return _on_megatron(seen) and seen.settings.says(f"{_role(seen)}.dtensor_cfg.enabled")
 
 
 def _of_step(seen: Seen, file: str) -> object:
@@ -98,9 +104,11 @@ ROWS = rows_of(
     "NeMo-RL 7ea279a, nemo_rl/",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", _PATHS, broken("*.distcp", "*.metadata", "*.safetensors")),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _PATHS, both(_of_weights, incomplete)),
-    Habit((Thing.WEIGHTS, *_WITH_OPTIMIZER), _ANEW, f"neither {' nor '.join(_TRACKERS)} is beside iter_0000000: Megatron-Bridge takes the "
+    Habit((Thing.WEIGHTS, *_WITH_OPTIMIZER), _ANEW, f"neither {' nor '.join(_TRACKERS)} is in weights/: Megatron-Bridge takes the "
         "model that training began with, without an optimizer; a line in the log",
         "models/megatron/setup.py:1899 (setup_model_and_optimizer)", _untracked),
+    Habit((Thing.WEIGHTS, *_WITH_OPTIMIZER), _REFUSED, "dtensor_cfg.enabled is true, and what lies there is Megatron's (iter_0000000): DCP "
+        "finds no .metadata in weights/, and stops", _DCP, _by_dtensor),
     Habit((Thing.WEIGHTS,), _RESTORED, "weights/ of the role", _PATHS),
     Habit(_WITH_OPTIMIZER, _ANEW, "neither optimizer/ beside the weights, nor an optimizer in Megatron's iter_0000000: a warning", _PATHS,
         _no_optimizer),

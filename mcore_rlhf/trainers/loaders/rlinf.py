@@ -10,10 +10,12 @@ from mcore_rlhf.trainers.conditions import (
     ADAM,
     OF_GROUP,
     OF_SCHEDULE,
+    OTHER_BACKEND,
     both,
     broken,
     has,
     incomplete,
+    other_backend,
     other_dtype,
     undealt,
     unlisted,
@@ -28,6 +30,8 @@ _STATE, _RUNNER = (
     "runners/reasoning_runner.py:278 (init_workers)",
 )
 _DCP = has("*dcp_checkpoint/*")
+_OF_FSDP, _OF_MEGATRON = ("*dcp_checkpoint/*", "*local_shard_checkpoint/*", "*model_state_dict/*"), ("iter_*/*",)
+_BACKEND = "{role}.training_backend"
 
 _NAMES, _NO_KEY = "*dcp_checkpoint/.metadata", "{file} has no {key}: DCP stops where one that is asked for is not there"
 
@@ -44,6 +48,10 @@ ROWS = rows_of(
     Habit(_MODEL, _REFUSED, "{file} {wrong}: loading it fails", _STATE, broken("*dcp_checkpoint/*", "*local_shard_checkpoint/*",
         "iter_*/*")),
     Habit(_MODEL, _REFUSED, "a file is missing: {problem}", _STATE, incomplete),
+    Habit(_MODEL, _ANEW, "{key} is {now}, and what lies there is FSDP's ({file}): Megatron finds no tracker, prints a warning, and begins "
+        "with the model that the run made", "hybrid_engines/megatron/megatron_model_manager.py:632 (load_checkpoint)",
+        other_backend({"megatron": _OF_MEGATRON, "": _OF_FSDP}, _BACKEND)),
+    Habit(_MODEL, _REFUSED, OTHER_BACKEND, _STATE, other_backend({"fsdp": _OF_FSDP, "": _OF_MEGATRON}, _BACKEND)),
     _unlisted(r"fsdp_checkpoint\.optimizers\.state\..+\.", *ADAM),
     _unlisted(r"fsdp_checkpoint\.optimizers\.param_groups\.\d+\.", *OF_GROUP, "initial_lr", "params"),
     Habit(_MODEL, _REFUSED, _NO_KEY, _STATE, undealt(_NAMES, r"fsdp_checkpoint\.optimizers\."), True),

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection
 
 from mcore_rlhf.families.run_folders import OF_ADAPTERS
 from mcore_rlhf.trainers.conditions import (
+    OTHER_BACKEND,
     UNRATED,
     both,
     broken,
     has,
+    other_backend,
     ranks_lack,
     stateless,
     uneven,
@@ -45,8 +47,9 @@ _DRIVER, _STRATEGY = (
 )
 _OF_MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
 _OF_LORA = (*_OF_MODEL, Thing.LORA)
-_FSDP = has(_MODEL, _OPTIM, _EXTRA, "fsdp_config.json")
-_MEGATRON = has(".metadata", "metadata.json", "common.pt")
+_OF_FSDP, _OF_MEGATRON = (_MODEL, _OPTIM, _EXTRA, "fsdp_config.json"), (".metadata", "metadata.json", "common.pt")
+_FSDP, _MEGATRON = has(*_OF_FSDP), has(*_OF_MEGATRON)
+_BACKENDS = {"fsdp": _OF_FSDP, "fsdp2": _OF_FSDP, "megatron": _OF_MEGATRON}
 _LORA = both(_MEGATRON, has(OF_ADAPTERS))
 _IN_MEGATRON = "backends/skyrl_train/distributed/megatron/megatron_strategy.py:{} (load_checkpoint)"
 _PREFIX, _INTERVAL = "global_step_", 10
@@ -120,6 +123,8 @@ ROWS = rows_of(
     Habit(EVERYTHING, _REFUSED, f"{_STATE} {_BROKEN}", _DRIVER.format("1763"), _broken_above(_STATE), True),
     Habit(EVERYTHING, _REFUSED, f"{_ASYNC} is not there: its fully asynchronous trainer stops with an AssertionError",
         "train/fully_async_trainer.py:1137 (load_checkpoints)", _fully_async, True),
+    Habit(_OF_MODEL, _REFUSED, OTHER_BACKEND, "train/entrypoints/main_base.py:262 (_setup_trainer)",
+        other_backend(_BACKENDS, "trainer.strategy", "strategy")),
     *_of_file(_OF_MODEL, _REFUSED, "model", "a FileNotFoundError; as many ranks must load as saved", "490"),
     *_of_file(_OF_MODEL, _REFUSED, "extra_state", "a FileNotFoundError; as many ranks must load as saved", "492"),
     *_of_file(OF_OPTIMIZER, _ANEW, "optim", "its rank's moments begin at zero, with the configured groups; nothing is said", "508"),

@@ -73,6 +73,12 @@ def _other_world(seen: Seen) -> object:
     return was and now and was != now and said is None and {"was": was, "now": now}
 
 
+def _by_deepspeed(seen: Seen) -> bool:
+    """The configuration gives DeepSpeed's: the name of its file, or its keys; null says nothing, as accelerate's launcher may give it."""
+    keys = any(key.startswith("deepspeed.") or ".deepspeed." in key for key in seen.settings.values)
+    return keys or (seen.settings.get("deepspeed") is not None and not seen.settings.denies("deepspeed"))
+
+
 _OF_OTHERS = tuple(
     replace(row, ran=False)
     for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS)
@@ -85,6 +91,9 @@ ROWS = _OF_OTHERS + rows_of(
         lacks(*_WEIGHTS), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "pytorch_model_fsdp… is loaded by a run with FSDP alone, and the configuration has none",
         "3640 (_load_from_checkpoint)", both(has("pytorch_model_fsdp*"), refused("fsdp"))),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _REFUSED, "deepspeed is given, and no global_step… of its own is there: "
+        "“Can't find a valid checkpoint”", "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)",
+        both(lacks("global_step*/*"), _by_deepspeed)),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, "latest is not there: DeepSpeed knows no tag, and the trainer stops",
         "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)", both(has("global_step*/*"), lacks("latest"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
@@ -102,6 +111,8 @@ ROWS = _OF_OTHERS + rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: DeepSpeed fails to load it", "1803 (_prepare_for_training)", broken("global_step*/*")),
     Habit(OF_OPTIMIZER, _REFUSED, "a file is missing: {problem}", "1803 (_prepare_for_training)", incomplete_in("_optim_states",
         "_model_states")),
+    Habit((*OF_OPTIMIZER, Thing.SCHEDULER), _ANEW, "it lies in DeepSpeed's global_step…, and the configuration has no DeepSpeed; nothing "
+        "is said", "3923 (_load_optimizer_and_scheduler)", both(has("global_step*/*"), lacks(*_OPTIMIZER), refused("deepspeed"))),
     Habit(OF_OPTIMIZER, _RESTORED, _BY_OTHERS, "3891 (_load_optimizer_and_scheduler)", has(*_ZERO)),
     Habit((*OF_OPTIMIZER, Thing.SCHEDULER),
         _ANEW, "neither optimizer.pt nor scheduler.pt is there, as after save_only_model; nothing is said",

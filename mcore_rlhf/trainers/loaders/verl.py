@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_rlhf.trainers.conditions import (
+    OTHER_BACKEND,
     OTHER_CLASS,
     UNRATED,
     both,
     broken,
     has,
+    other_backend,
     other_dtype,
     other_optimizer,
     ranks_lack,
@@ -130,7 +132,15 @@ _ENGINES = (
 """Engines that have checkpoints of their own; veomni's are rank files as FSDP's are."""
 
 
+_BACKENDS = {
+    **dict.fromkeys(("fsdp", "fsdp2", "veomni"), (*_RANKED, "fsdp_config.json")),
+    "megatron": verl_megatron.FILES, "torchtitan": ("step-*/.metadata",),
+}  # fmt: skip
+"""Source: verl 0.9.1, ``verl/workers/config/{actor,critic,engine}.py`` (``strategy``), ``verl/workers/engine_workers.py``."""
 _MODEL = (
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, OTHER_BACKEND,
+        "utils/checkpoint/{fsdp,megatron}_checkpoint_manager.py (load_checkpoint)",
+        other_backend(_BACKENDS, "{role}.strategy", "engine.strategy")),
     *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),

@@ -25,7 +25,8 @@ _KIND = "param_state_sharding_type"
 _OF_RANK = re.compile(r"rng_state/shard_\d{1,6}\.\d{1,6}_(\d{1,6})\.(\d{1,6})")
 _BUCKET = r"(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+\.dtype_.*\.bucket_idx_\d+\."
 
-ON_MEGATRON = has("dist_ckpt/*", "*/dist_ckpt/*")
+FILES = ("dist_ckpt/*", "*/dist_ckpt/*")
+ON_MEGATRON = has(*FILES)
 """The step is one of the Megatron backend, in either layout."""
 
 

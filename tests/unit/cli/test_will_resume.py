@@ -26,6 +26,9 @@ def test_exit_codes(cli: Cli, tmp_path: Path) -> None:
     whole = cli("will-resume", folder, "--trainer", "TRL@1.0", "--json")
     assert (whole.code, whole.json["resumes"], whole.json["stops"]) == (0, True, False)
     assert any("of 1.0 there are none" in note for note in whole.json["notes"])
+    (tmp_path / "grpo.yaml").write_text("defaults: base.yaml\n")
+    composed = cli("will-resume", folder, "--trainer", "trl", "--config", tmp_path / "grpo.yaml", "--json")
+    assert [note for note in composed.json["notes"] if note.startswith("grpo.yaml takes further values")]
     (folder / "optimizer.pt").unlink()
     lost = cli("will-resume", folder, "--trainer", "transformers", "--json")
     assert lost.code == 1
