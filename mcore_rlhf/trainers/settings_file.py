@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml, wrong_yaml
@@ -50,10 +51,13 @@ def _parsed(path: Path, text: str) -> object:
         return reading.parse_json(text)
     if path.suffix == ".toml":
         return _toml(path, text)
-    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    words = shlex.split(lines.replace("\\\n", " ")) if _ARGUMENTS.match(lines.strip()) else lines.split()
-    if _ARGUMENTS.match(lines.strip()) or (words and all(map(_OVERRIDE.fullmatch, words))):
-        return _of_words(words)
+    if path.suffix not in (".yaml", ".yml"):  # where a text may have dashes in it
+        lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+        if path.suffix == ".sh" or _ARGUMENTS.match(lines.strip()):
+            return _of_words(_words(lines))
+        words = lines.split()
+        if words and all(map(_OVERRIDE.fullmatch, words)):
+            return _of_words(words)
     import yaml
 
     try:
@@ -74,16 +78,38 @@ def _toml(path: Path, text: str) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
+def _words(script: str) -> Iterator[str]:
+    """The words of a shell's lines, each line's end among them; what is behind ``#`` is none, and a line goes on behind a backslash.
+
+    A word that stands alone in its line is the value of the flag before it, as in files of arguments: its line does not end before it.
+    """
+    lexer = shlex.shlex(script.replace("\\\n", " ").replace("\n", " \n "), posix=True)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    line: list[str] = []
+    for word in (*lexer, "\n"):
+        line.append(word)
+        if word == "\n":
+            words = list(takewhile(lambda one: not one.startswith("#"), line[:-1]))
+            yield from words if len(words) == 1 else ["\n", *words]
+            line = []
+
+
+_ENDS = frozenset({"\n", "(", ")", ";", "&", "&&", "|", "||", "done", "fi", "wait"})
+"""What is no value of the flag before it, but ends its list, or its command."""
+
+
 def _of_words(words: Iterable[str]) -> dict[str, object]:
     """Arguments: ``--flag``, ``--flag value …``, ``--flag=value``, ``key=value``."""
     found: dict[str, object] = {}
     flag = ""
     for word in words:
-        if word.startswith("--"):
+        if word in _ENDS:
+            flag = ""
+        elif word.startswith("--"):
             flag, _, value = word[2:].partition("=")
             found[flag] = value or True
         elif (match := _OVERRIDE.fullmatch(word)) is not None:
-            flag, found[match[1]] = "", match[2]
+            flag, found[match[1]] = "", None if match[2] == "null" else match[2]  # as Hydra takes it
         elif flag:
             found[flag] = word if found[flag] is True else f"{found[flag]} {word}"
     return found

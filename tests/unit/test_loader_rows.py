@@ -42,6 +42,19 @@ def test_rows_answer_for_a_folder_with_nothing_in_it(loader: Loader) -> None:
         ("a.json", '{"bf16": {"enabled": true}}', "bf16.enabled", True),
         ("args.txt", "# one\n--no-load-optim \\\n --ckpt-step 7 --a=b\n", "ckpt_step", "7"),
         ("args.sh", "torchrun pretrain_gpt.py --no-load-optim", "no_load_optim", True),
+        ("args.sh", "ARGS=(\n   --load /a  # b --c\n   --no-load-optim\n)\nMORE=(\n  --d\n)\n", "no_load_optim", True),
+        ("args.sh", "ARGS=(\n   --load /a  # b --c\n   --no-load-optim\n)\nMORE=(\n  --d\n)\n", "load", "/a"),
+        ("args.sh", "python train.py --d \\\n  --no-load-optim\necho done\n", "no_load_optim", True),
+        (
+            "verl.sh",
+            "set -x\npython3 -m verl.trainer.main_ppo \\\n  a.b=c \\\n  trainer.resume_mode=disable $@\n",
+            "resume_mode",
+            "disable",
+        ),
+        ("overrides.txt", "runner.resume_dir=null", "resume_dir", None),
+        ("args.txt", "--no-load-optim\n--ckpt-step\n7\n", "ckpt_step", "7"),
+        ("args.txt", "--a 'b # c\nd' --ckpt-step 7\n", "ckpt_step", "7"),
+        ("b.yaml", "trainer:\n  resume_mode: disable  # as --resume\n", "trainer.resume_mode", "disable"),
     ],
 )
 def test_configurations(tmp_path: Path, name: str, text: str, key: str, value: object) -> None:

@@ -133,14 +133,14 @@ _ENGINES = (
 
 
 _BACKENDS = {
-    **dict.fromkeys(("fsdp", "fsdp2", "veomni"), (*_RANKED, "fsdp_config.json")),
+    **dict.fromkeys(("fsdp", "fsdp2", "veomni", "dp"), (*_RANKED, "fsdp_config.json")),
     "megatron": verl_megatron.FILES, "torchtitan": ("step-*/.metadata",),
 }  # fmt: skip
-"""Source: verl 0.9.1, ``verl/workers/config/{actor,critic,engine}.py`` (``strategy``), ``verl/workers/engine_workers.py``."""
+"""Source: verl 0.9.1, ``verl/workers/config/{actor,critic,engine}.py`` (``strategy``), ``verl/trainer/config/model_engine``."""
 _MODEL = (
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, OTHER_BACKEND,
         "utils/checkpoint/{fsdp,megatron}_checkpoint_manager.py (load_checkpoint)",
-        other_backend(_BACKENDS, "{role}.strategy", "engine.strategy")),
+        other_backend(_BACKENDS, "{role}.strategy", "engine.strategy", "model_engine")),
     *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
