@@ -121,6 +121,11 @@ class ModuleState(Family):
     rng: tuple[RankStates, ...] = ()
     beside: RunFiles | None = None
 
+    @property
+    def fsdp(self) -> int:
+        """The version of FSDP whose rank files it was read from; 0 where nobody said, or they are another's."""
+        return 0
+
     def base(self) -> ModuleState:
         """The same without what one format knows of its own files; :func:`dataclasses.replace` changes it by field."""
         return ModuleState(**{item.name: getattr(self, item.name) for item in fields(ModuleState)})

@@ -17,6 +17,7 @@ from math import prod
 from mcore_rlhf.core.facts import Kind
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Unportable, UsageError, headline
 from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
@@ -424,7 +425,7 @@ def held_by(folder: ReadablePath) -> Held:
     dtypes: Counter[str] = Counter()
     for param in source.model.params:
         dtypes[str(param.dtype)] += prod(param.global_shape)
-    state = source.state
+    state, module = source.state, ModuleState.of(source)
     return Held(
         unread=headline(source.unread).replace(f"{folder}/", ""),
         unportable=issubclass(source.refused, Unportable),
@@ -435,6 +436,7 @@ def held_by(folder: ReadablePath) -> Held:
         release=state.release,
         dtype=dtypes.most_common(1)[0][0] if dtypes else "",
         dp=source.parallel.dp,
+        fsdp=module.fsdp if module is not None else 0,
         args=state.args,
         values=frozenset(map(str, state.other)),
     )

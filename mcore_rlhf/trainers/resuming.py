@@ -69,6 +69,7 @@ class Held:
         release: Whether it is a release, weights alone.
         dtype: Of most parameters.
         dp: Data-parallel ranks.
+        fsdp: The version of FSDP whose rank files they are; 0 where nobody knows.
         args: The run's arguments.
         values: Keys of further values.
         unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
@@ -86,6 +87,7 @@ class Held:
     release: bool = False
     dtype: str = ""
     dp: int = 0
+    fsdp: int = 0
     args: Mapping[str, object] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
 

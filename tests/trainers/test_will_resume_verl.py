@@ -68,6 +68,19 @@ def test_verl(lab: Lab, name: str, tmp_path: Path) -> None:
     assert found.resumes == (name == "whole")
 
 
+@pytest.mark.parametrize(("saved", "now"), [("fsdp2", "fsdp"), ("fsdp", "fsdp2")])
+def test_verl_with_the_other_fsdp(lab: Lab, saved: str, now: str, tmp_path: Path) -> None:
+    step = tmp_path / "global_step_3"
+    shutil.copytree(lab.trained("0.9.1", strategy=saved)[0], step / "actor")
+    told = {
+        how: forecast(step, loader_named("verl")[0], Settings({"actor_rollout_ref.actor.strategy": how}), 2).stops
+        for how in (saved, now)
+    }
+    assert told == {saved: False, now: True}
+    with pytest.raises(AssertionError):  # a rank failed
+        lab.carry_out("0.9.1", 2, [("load", step / "actor"), ("train", 2)], seed=9, strategy=now)
+
+
 def test_verl_in_another_dtype(lab: Lab, tmp_path: Path) -> None:
     """What is stored in float32 goes on in ``model_dtype``, and verl says nothing."""
     source, _ = lab.trained("0.9.1")

@@ -40,6 +40,11 @@ class RanksState(ModuleState):
     manner: Manner | None = None
     random: tuple[Rng, ...] = ()
 
+    @property
+    def fsdp(self) -> int:
+        """See :attr:`ModuleState.fsdp`."""
+        return self.manner.version if self.manner is not None else 0
+
     def inventory(self) -> Inventory:
         """What it has, item by item."""
         others = {_OTHERS: self.random[1:]} if self.random[1:] else {}

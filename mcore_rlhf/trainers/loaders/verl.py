@@ -137,10 +137,22 @@ _BACKENDS = {
     "megatron": verl_megatron.FILES, "torchtitan": ("step-*/.metadata",),
 }  # fmt: skip
 """Source: verl 0.9.1, ``verl/workers/config/{actor,critic,engine}.py`` (``strategy``), ``verl/trainer/config/model_engine``."""
+
+
+def _other_fsdp(seen: Seen) -> object:
+    """The configuration wraps the model with the other FSDP: ``{now}`` and ``{was}``."""
+    now, was = seen.settings.get(f"{seen.role or 'actor'}.strategy", "engine.strategy"), seen.held.fsdp
+    return (
+        _FSDP(seen) and was and now in ("fsdp", "fsdp2") and (now == "fsdp2") != (was == 2) and {"now": now, "was": was}
+    )
+
+
 _MODEL = (
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, *_EXTRA), _REFUSED, OTHER_BACKEND,
         "utils/checkpoint/{fsdp,megatron}_checkpoint_manager.py (load_checkpoint)",
         other_backend(_BACKENDS, "{role}.strategy", "engine.strategy", "model_engine")),
+    Habit(OF_OPTIMIZER, _REFUSED, "strategy is {now}, and FSDP{was} wrote these: loading them, or the first step, fails", _IN_FSDP,
+        _other_fsdp, True),
     *_of_file((Thing.WEIGHTS,), "model", "model", "213"),
     *_of_file(OF_OPTIMIZER, "optim", "optimizer", "233"),
     *_of_file(_EXTRA, "extra_state", "extra", "241"),
