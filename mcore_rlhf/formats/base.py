@@ -157,14 +157,6 @@ class Format(Names, ABC):
         """
         return ""
 
-    def roles(self, path: ReadablePath) -> Sequence[str]:
-        """Whose models a folder of this format holds, where that may be several; elsewhere the folder's own name or place says it.
-
-        Args:
-            path: A folder that :meth:`detect` knows.
-        """
-        return ()
-
     @abstractmethod
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder looks like a checkpoint of this format."""
