@@ -34,7 +34,7 @@ from mcore_rlhf.suggestions import did_you_mean, hub_name
 from mcore_rlhf.trainers.known import TRAINERS
 
 from .base import Format
-from .believing import opened
+from .believing import opened, roles_of
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import APART
@@ -293,7 +293,7 @@ def roles_in(path: ReadablePath) -> list[str]:
 def _models(path: ReadablePath) -> dict[str, ReadablePath]:
     """The folder of each model by role: those in a step, or the path itself where a format says that it holds several."""
     found = format_at(path, FORMATS)
-    return models_in(path) if found is None else dict.fromkeys(found.roles(path), path)
+    return models_in(path) if found is None else dict.fromkeys(roles_of(found, path), path)
 
 
 def is_model(path: ReadablePath) -> bool:

@@ -31,7 +31,9 @@ from mcore_rlhf.errors import (
     Lossy,
     NotACheckpoint,
     StorageError,
+    Unforeseen,
     Unsupported,
+    Untrusted,
     UsageError,
 )
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -377,6 +379,14 @@ def test_a_format_says_itself_whose_models_it_has_and_what_its_files_say_of_the_
     opened = registry.open_checkpoint(tmp_path / "flat", ReadOptions(role="critic"))
     assert (opened.role, opened.state.iteration, opened.state.groups) == ("critic", 7, state.groups)
     assert registry.roles_in(tmp_path / "flat") == ["actor", "critic"]
+    for roles, kind, words in (
+        (lambda: ["../x"], Untrusted, "the checkpoint names the role '../x', which is not a plain path"),
+        (lambda: {}["models"], Unforeseen, "cannot be read as flat: KeyError"),
+    ):
+        with monkeypatch.context() as forged:
+            forged.setattr(flat.FlatFormat, "roles", lambda self, path, roles=roles: roles())
+            with pytest.raises(kind, match=re.escape(words)):
+                registry.open_checkpoint(tmp_path / "flat", ReadOptions())
     own = flat._entry
     for change, words in (
         (lambda name, *of: own(name._replace(role="reward"), *of), "is read as critic, and has tensors of 'reward'"),
