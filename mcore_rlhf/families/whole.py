@@ -252,13 +252,9 @@ _NO_PLACE: Sequence[Rule[Source]] = [
 
 
 def _of_run(source: Source) -> list[Item]:
-    """All but an optimizer's, for who has gone on; a model that was never trained has nothing but a count of 0."""
-    gone = [
-        item
-        for item, value in inventory_of(source).items()
-        if item not in OF_OPTIMIZER and item.kind not in _OPTIMIZERS
-    ]
-    return [] if gone == [Item(Kind.VALUE, "iteration")] and not source.state.iteration else gone
+    """All but an optimizer's; a model that was never trained has nothing but a count of 0."""
+    has = [item for item in inventory_of(source) if item.kind not in _OPTIMIZERS]
+    return [] if has == [Item(Kind.VALUE, "iteration")] and not source.state.iteration else has
 
 
 _OPTIMIZERS = frozenset(item.kind for item in OF_OPTIMIZER)
