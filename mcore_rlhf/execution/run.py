@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -247,9 +248,9 @@ class Execution:
         self.progress.advance(nbytes)
 
     def _tick(self) -> None:
-        """Stop a worker soon after another one failed, or the user interrupted."""
+        """Cancel what a worker does, soon after another one failed, or the user interrupted."""
         if self.stopped.is_set():
-            raise _Stopped
+            raise CancelledError
 
     @contextmanager
     def _pool(self) -> Iterator[Pool]:
@@ -286,12 +287,8 @@ class Execution:
         for _ in range(waiting):
             room.acquire()
         if failed:
-            raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
+            raise next((error for error in failed if not isinstance(error, CancelledError)), failed[0])
 
 
 def _digest(block: Block[Pair]) -> str:
     return digest(map(repr, block.items()))[:16]
-
-
-class _Stopped(Exception):
-    """Another worker failed first."""

@@ -143,12 +143,13 @@ class Sidecar(_Own):
         return texts, [what.removeprefix("/") for what in encoder.lost]
 
     @classmethod
-    def read(cls, folder: ReadablePath, stubs: Sequence[str] = ()) -> Sidecar | None:
+    def read(cls, folder: ReadablePath, stubs: Sequence[str] = (), *, needed: bool = False) -> Sidecar | None:
         """What lies beside a step's files, or None where nothing does, or :func:`passed_over`.
 
         Args:
             folder: The step's folder.
             stubs: Further classes that may become inert stubs.
+            needed: Whether the format's own files are not understood without it: nobody passes over it then.
 
         Raises:
             Corrupt: It is not what :meth:`texts` makes.
@@ -156,7 +157,7 @@ class Sidecar(_Own):
             Untrusted: It names classes that are not allowed.
             StorageError: It cannot be read.
         """
-        if _PASSED_OVER.get():
+        if _PASSED_OVER.get() and not needed:
             return None
         path = folder / STATE
         try:

@@ -347,3 +347,11 @@ class Names:
     lays_out_keys: bool = False
     deals_groups: bool = False
     takes: tuple[Takes, ...] = ()
+
+    def roles(self, path: ReadablePath) -> Sequence[str]:
+        """Whose models a folder of this format holds, where that may be several; elsewhere the folder's own name or place says it.
+
+        Args:
+            path: A folder of this format.
+        """
+        return ()

@@ -10,34 +10,35 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import index
 
-from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.catalog import FLOATING, PARAM, DType, Record, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.account import Report, named
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Chunk, DType, Record, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Rule
-from mcore_rlhf.errors import Incomplete, Unsupported, Untrusted, shown
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
+from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported, Untrusted, shown
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .fsdp.model import model_config, num_layers
-from .inventory import WAITING, inventory_of, state_items
+from .inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, state_items
 from .megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
 from .megatron.complete import refuse_part, require_complete
 from .megatron.state import MegatronState
 from .module import ModuleState
 from .options import ReadOptions, WriteOptions
 from .sidecar import STATE, UNHELD, Sidecar, sidecar_files
-from .source import Family, Names, Source, StoredFile
+from .source import Family, Names, Source, StoredFile, TrainingState
 
 
 def whole_source(
-    form: Names, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions
+    form: Names, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions,
+    state: TrainingState | None = None,
 ) -> Source:  # fmt: skip
     """A source of whole tensors.
 
     How others cut a parameter, which layers, words and experts there are follows from the names, and from the run's arguments or the
-    model's description, which lie in what :func:`whole_sidecar` wrote beside.
+    model's description, which lie in what :func:`whole_sidecar` wrote beside; or the format's own files say it.
 
     Args:
         form: The format: what it is called, and whose names it has.
@@ -45,18 +46,31 @@ def whole_source(
         catalog: Every tensor, whole, under those names, with its state.
         files: All files of the format's own, its index too.
         options: The user's: whose model it is, how many words there are.
+        state: Iteration, param groups, arguments, … as the format's own files say them; None where :func:`whole_sidecar` keeps them.
 
     Raises:
         Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a layer
-            has not what others have.
+            has not what others have; there is no tensor, or none of the role.
+        Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type.
         Untrusted: A tensor lies in a file that is not listed, or before its beginning.
         LayoutMismatch: The arguments are those of another model.
         Unsupported: A name is none of Megatron's.
     """
-    beside = Sidecar.read(root, options.stubs) or Sidecar()
+    beside = Sidecar.read(root, options.stubs, needed=True) or Sidecar()
+    beside, role = beside if state is None else replace(beside, state=state), options.role or "actor"
     entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
-    for record in (chunk.record for entry in entries for chunk in entry.chunks):
-        _require_stored(root, record, lengths)
+    if others := {entry.name.role for entry in entries} - {role}:
+        raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")
+    if not entries:
+        raise Incomplete(f"{root}: has no tensor of {role}")
+    names = set[TensorName]()
+    for entry in entries:
+        if entry.name in names:
+            raise Corrupt(f"{root}: {shown(str(entry.name))} is there twice: its index is damaged")
+        names.add(entry.name)
+        for chunk in entry.chunks:
+            _require_stored(root, chunk.record, lengths)
+            _require_inside(root, entry, chunk)
     states = tuple(dict.fromkeys(entry.name.state for entry in entries if entry.name.state != PARAM))
     if states and not beside.state.groups:
         raise Incomplete(
@@ -69,7 +83,7 @@ def whole_source(
     return Source(
         format=form.name,
         root=root,
-        role=options.role or "actor",
+        role=role,
         model=model,
         catalog=catalog,
         state=beside.state,
@@ -95,6 +109,25 @@ def _require_stored(root: ReadablePath, record: Record, lengths: Mapping[str, in
         raise Incomplete(
             f"{root / record.file}: ends at byte {lengths[record.file]}, and {record.key} is bytes {start} to {stop}\n"
             "Copy it again from where it came from."
+        )
+
+
+def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> None:
+    """A chunk is a part of its tensor, and of its record, and its elements have the tensor's type."""
+    box, record, shape = chunk.box, chunk.record, entry.global_shape
+    what = f"{root}: {shown(str(entry.name))}: "
+    ends = [*box.offset, *(n - stop for n, stop in zip(shape, box.stop, strict=False))]
+    if len(box.shape) != len(shape) or min(ends, default=0) < 0:
+        raise Corrupt(f"{what}{box} lies outside the tensor, whose shape is {shape}: its index is damaged")
+    if box.numel:
+        steps = [(n - 1) * stride for n, stride in zip(box.shape, chunk.strides, strict=True)]
+        first, last = (chunk.start + sum(limit(0, step) for step in steps) for limit in (min, max))
+        if first < 0 or last >= record.numel:
+            text = f"elements {first} to {last} of {shown(record.key)} are said to be {box}, and it has {record.numel}"
+            raise Corrupt(f"{what}{text}: its index is damaged")
+    if entry.dtype != record.dtype:
+        raise Corrupt(
+            f"{what}is said to be of {entry.dtype}, and {shown(record.key)} is of {record.dtype}: its index is damaged"
         )
 
 
@@ -192,5 +225,36 @@ def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes
 
 
 _OF_RANKS: Sequence[Rule[Collection[Item]]] = [
-    Rule(Fate.LOST, "what is of single ranks: files of whole tensors have no place for it", lambda lost: {"of": lost} if lost else None)
+    Rule(Fate.LOST, "what is of single ranks ({what}): files of whole tensors have no place for it",
+         lambda lost: {"of": lost, "what": named(sorted(lost))} if lost else None)
 ]  # fmt: skip
+
+
+def weights_alone(source: Source, options: WriteOptions, report: Report) -> Inventory:
+    """What files have that keep weights, and of a run nothing else: no item; what is lost by it is reported.
+
+    Args:
+        source: What is written.
+        options: Whether the optimizer is left out anyway.
+        report: What is lost.
+    """
+    report.through(_NO_PLACE, source)
+    report.through(UNUSED if source.optimizer is None and not options.no_optimizer else (), source)
+    return {}
+
+
+_NO_PLACE: Sequence[Rule[Source]] = [
+    Rule(Fate.LOST, "the optimizer: files of weights alone have no place for it", lambda s: s.optimizer is not None, OF_OPTIMIZER),
+    Rule(Fate.LOST, "what the run had besides ({what}): files of weights alone have no place for it",
+         lambda s: [{"what": named(of), "of": of}] if (of := _of_run(s)) else ()),
+    Rule(Reason.NO_RUN, of=(Item(Kind.VALUE),)),
+]  # fmt: skip
+
+
+def _of_run(source: Source) -> list[Item]:
+    """All but an optimizer's; a model that was never trained has nothing but a count of 0."""
+    has = [item for item in inventory_of(source) if item.kind not in _OPTIMIZERS]
+    return [] if has == [Item(Kind.VALUE, "iteration")] and not source.state.iteration else has
+
+
+_OPTIMIZERS = frozenset(item.kind for item in OF_OPTIMIZER)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 
@@ -11,7 +13,7 @@ from mcore_rlhf.families.megatron.groups import by_adam
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, human
+from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, canonical, human
 
 from .base import Format
 
@@ -38,12 +40,33 @@ def opened(known: Format, folder: ReadablePath, options: ReadOptions) -> Source:
         Unforeseen: Anything else that the reader takes for granted is otherwise.
         CheckpointError: What the reader says; names, lengths or ranks that nobody can have.
     """
-    try:
+    with _no_surprise(known, folder):
         source = known.read(folder, options)
         _check_model(source)
         _check_optimizer(source)
         _check_ranks(source)
         return source
+
+
+def roles_of(known: Format, folder: ReadablePath) -> list[str]:
+    """Whose models a folder holds, as its format says; none where the folder itself is one's.
+
+    Args:
+        known: The format.
+        folder: The checkpoint's own.
+
+    Raises:
+        Incomplete, Unforeseen: See :func:`opened`.
+        Untrusted: A role's name cannot be a folder's.
+    """
+    with _no_surprise(known, folder):
+        return [canonical(role, folder, "role", parts=1) for role in known.roles(folder)]
+
+
+@contextmanager
+def _no_surprise(known: Format, folder: ReadablePath) -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError as error:
         raise Incomplete(
             f"{error.filename or folder}: is missing, and belongs to a checkpoint of format {known.name}"

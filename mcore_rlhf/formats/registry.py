@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import filter as filter_names
@@ -34,7 +34,7 @@ from mcore_rlhf.suggestions import did_you_mean, hub_name
 from mcore_rlhf.trainers.known import TRAINERS
 
 from .base import Format
-from .believing import opened
+from .believing import opened, roles_of
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import APART
@@ -174,10 +174,10 @@ def _meant(path: ReadablePath, options: ReadOptions) -> tuple[ReadablePath, Read
     """The folder that a path means, and the options with the role in it."""
     given, path = path, checkpoint_path(path, follow_links=options.follow_links)
     require_folder(path, str(given))
-    roles = roles_in(path)
+    models = _models(path)
     if options.only is not None:
-        options = with_role(options, roles)
-    folder, role = _role_folder(path, roles, options.role)
+        options = with_role(options, models)
+    folder, role = _role_folder(path, models, options.role)
     return folder, replace(options, role=role)
 
 
@@ -260,16 +260,16 @@ def trackers() -> frozenset[str]:
     return frozenset(known.tracker for known in FORMATS if known.tracker)
 
 
-def _role_folder(path: ReadablePath, roles: Sequence[str], role: str | None) -> tuple[ReadablePath, str]:
+def _role_folder(path: ReadablePath, models: Mapping[str, ReadablePath], role: str | None) -> tuple[ReadablePath, str]:
     """The folder of one role: the path itself, or a sub-folder of a step such as ``global_step_50/actor``."""
-    chosen = [name for name in roles if role in (None, name)]
+    chosen = [name for name in models if role in (None, name)]
     if len(chosen) == 1:
-        return path / chosen[0], chosen[0]
-    if roles:
-        names = ", ".join(roles)
+        return models[chosen[0]], chosen[0]
+    if models:
+        names = ", ".join(models)
         if role is not None:
             raise NotACheckpoint(
-                f"{path}: has no model of the role {role!r}; it has: {names}{did_you_mean(role, roles)}"
+                f"{path}: has no model of the role {role!r}; it has: {names}{did_you_mean(role, models)}"
             )
         raise UsageError(f"{path}: holds several checkpoints: {names}\nName one with --role, or give its folder.")
     return path, role or "actor"
@@ -286,8 +286,14 @@ def _note_beside(source: Source, path: ReadablePath, folder: ReadablePath, optio
 
 
 def roles_in(path: ReadablePath) -> list[str]:
-    """The models in a step, by role; none where the path is a checkpoint itself."""
-    return [] if is_model(path) else [*models_in(path)]
+    """The models in a step, by role; none where the path is a checkpoint of one."""
+    return [*_models(path)]
+
+
+def _models(path: ReadablePath) -> dict[str, ReadablePath]:
+    """The folder of each model by role: those in a step, or the path itself where a format says that it holds several."""
+    found = format_at(path, FORMATS)
+    return models_in(path) if found is None else dict.fromkeys(roles_of(found, path), path)
 
 
 def is_model(path: ReadablePath) -> bool:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from struct import Struct
 from struct import error as StructError
 
+from ..errors import Corrupt, Incomplete, Unsupported, Untrusted
 from .pickle_kinds import Repeated
 
 MAX_KEY_WEIGHT = 4096
@@ -35,50 +36,32 @@ _MAX_WEIGHT = 1 << 20
 """Heavier is not counted: ``t = (t, t)`` a million times would be a number of a million digits."""
 
 
-class ScanError(Exception):
-    """A pickle may not be loaded."""
-
-
-class CutOff(ScanError):
-    """It ends in the middle."""
-
-
-class Malformed(ScanError):
-    """It is none, or contradicts itself."""
-
-
-class OtherProtocol(ScanError):
-    """It has a protocol that nobody has written since Python 2."""
-
-
-class Refused(ScanError):
-    """It asks for more than an honest file needs."""
-
-
 def scan(data: bytes) -> None:
     """Check that a pickle can be loaded at a cost that its length bounds. Names of classes are not judged here.
+
+    What is raised says what is wrong with the bytes; who reads them knows whose they are, and what to do.
 
     Args:
         data: The whole pickle, of any protocol from 2 to 5.
 
     Raises:
-        CutOff: It ends in the middle.
-        Malformed: It is not a pickle, or something follows its end.
-        OtherProtocol: It has protocol 0 or 1, or one above 5.
-        Refused: It uses opcodes that no checkpoint needs, or would cost too much memory or time.
+        Incomplete: It ends in the middle.
+        Corrupt: It is not a pickle, or something follows its end.
+        Unsupported: It has protocol 0 or 1, or one above 5.
+        Untrusted: It uses opcodes that no checkpoint needs, or would cost too much memory or time.
     """
     if not data:
-        raise CutOff("it is empty")
+        raise Incomplete("it is empty")
     if data[:1] != op.PROTO or len(data) < 2:
-        raise Malformed(f"it begins with {data[:8]!r}, not as a pickle of protocol 2 to 5 does")
+        raise Corrupt(f"it begins with {data[:8]!r}, not as a pickle of protocol 2 to 5 does")
     if not 2 <= data[1] <= 5:
-        raise OtherProtocol(f"it has protocol {data[1]}; protocols 2 to 5 can be read")
+        raise Unsupported(f"it has protocol {data[1]}; protocols 2 to 5 can be read")
     try:
         (_passed if len(data) <= _SMALL else _go_through)(data)
     except (IndexError, StructError):
         if data.endswith(op.STOP):
-            raise Malformed("it takes values that are not there") from None
-        raise CutOff("it ends in the middle") from None
+            raise Corrupt("it takes values that are not there") from None
+        raise Incomplete("it ends in the middle") from None
 
 
 def _go_through(data: bytes) -> None:
@@ -167,9 +150,9 @@ class _Scan:
 
     def _stop(self, at: int) -> int:
         if at != len(self.data):
-            raise Malformed(f"{len(self.data) - at} bytes follow its end")
+            raise Corrupt(f"{len(self.data) - at} bytes follow its end")
         if not self.stack:
-            raise Malformed("it holds nothing")
+            raise Corrupt("it holds nothing")
         return 0
 
     def _table(self, counted: bool) -> list[_Step]:
@@ -193,14 +176,14 @@ class _Scan:
         def counted(at: int) -> int:
             self.objects += 1
             if self.objects > self.limit:
-                raise Refused(f"{self.objects} objects in its first {at} bytes of {len(self.data)}")
+                raise Untrusted(f"{self.objects} objects in its first {at} bytes of {len(self.data)}")
             return method(at)
 
         return counted
 
     def _unknown(self, at: int) -> int:
         code = self.data[at - 1]
-        raise Refused(f"its byte {at - 1} is the opcode {bytes([code])!r}, which no checkpoint needs")
+        raise Untrusted(f"its byte {at - 1} is the opcode {bytes([code])!r}, which no checkpoint needs")
 
     def _mark(self, at: int) -> int:
         self.marks.append(len(self.stack))
@@ -219,7 +202,7 @@ class _Scan:
         memo = self.memo
         gap = index - len(memo)
         if gap > _MEMO_SLACK:
-            raise Refused(f"it stores a value under the number {index} after {len(memo)} others")
+            raise Untrusted(f"it stores a value under the number {index} after {len(memo)} others")
         if gap:  # from here on, what a number stands for may change
             self.kinds = None
         if gap >= 0:
@@ -229,7 +212,7 @@ class _Scan:
 
     def _text(self, start: int, nbytes: int) -> int:
         if start + nbytes > len(self.data):
-            raise CutOff(f"a text of {nbytes} bytes begins at byte {start} of {len(self.data)}")
+            raise Incomplete(f"a text of {nbytes} bytes begins at byte {start} of {len(self.data)}")
         self.stack.append(1)
         return start + nbytes
 
@@ -243,7 +226,7 @@ class _Scan:
         nbytes = self.data[at]
         self.long_ints += nbytes > 8
         if self.long_ints > MAX_LONG_INTS:
-            raise Refused(f"it holds more than {MAX_LONG_INTS} integers of more than 8 bytes")
+            raise Untrusted(f"it holds more than {MAX_LONG_INTS} integers of more than 8 bytes")
         return self._text(at + 1, nbytes)
 
     def _container(self, at: int) -> int:
@@ -313,7 +296,7 @@ class _Scan:
         heavy = [weight for weight in weights if weight > 1]
         self.heavy += sum(heavy)
         if heavy and (max(heavy) > MAX_KEY_WEIGHT or self.heavy > MAX_KEYS_WEIGHT):
-            raise Refused(
+            raise Untrusted(
                 f"the key of a dictionary holds {max(heavy)} values, all keys that are tuples {self.heavy}; "
                 f"at most {MAX_KEY_WEIGHT} and {MAX_KEYS_WEIGHT} are read"
             )
@@ -322,9 +305,9 @@ class _Scan:
         try:
             end = self.data.index(b"\n", self.data.index(b"\n", at) + 1) + 1
         except ValueError:
-            raise CutOff("it ends in the middle of a name") from None
+            raise Incomplete("it ends in the middle of a name") from None
         if end - at > MAX_NAME_NBYTES:
-            raise Refused(f"it asks for a class whose name has {end - at} bytes")
+            raise Untrusted(f"it asks for a class whose name has {end - at} bytes")
         self.stack.append(1)
         return end
 
@@ -340,5 +323,5 @@ class _Scan:
     def _frame(self, at: int) -> int:
         (nbytes,) = _uint64(self.data, at)
         if at + 8 + nbytes > len(self.data):
-            raise CutOff(f"a frame of {nbytes} bytes begins at byte {at} of {len(self.data)}")
+            raise Incomplete(f"a frame of {nbytes} bytes begins at byte {at} of {len(self.data)}")
         return at + 8

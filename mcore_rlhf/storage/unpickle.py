@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
-from .pickle_scan import CutOff, Malformed, OtherProtocol, ScanError, scan
+from .pickle_scan import scan
 from .stored import StubType, stub_class
 from .trust import Verdict, judge, require_trust
 
@@ -139,11 +139,11 @@ def unpickle(data: bytes, where: str, stubs: Collection[str] = (), vocabulary: V
 def _scanned(data: bytes, where: str) -> None:
     try:
         scan(data)
-    except CutOff as error:
+    except Incomplete as error:
         raise Incomplete(f"{where}: the pickle inside cannot be read: {error}.\n{ADVICE}") from None
-    except Malformed as error:
+    except Corrupt as error:
         raise Corrupt(f"{where}: the pickle inside cannot be read: {error}.\n{ADVICE}") from None
-    except OtherProtocol as error:
+    except Unsupported as error:
         raise Unsupported(f"{where}: the pickle inside cannot be read: {error}.") from None
-    except ScanError as error:
+    except Untrusted as error:
         raise Untrusted(f"{where}: the pickle inside is refused: {error}.\n{_HOSTILE}") from None

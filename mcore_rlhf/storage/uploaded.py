@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,7 @@ class _Sending:
         writer, self._writer = self._writer, None
         if writer is not None and self._store.requests.gave_up is None:
             with suppress(Exception):  # the lifecycle rule of the bucket ends it then
-                writer.__exit__(_Aborted, _Aborted(), None)
+                writer.__exit__(CancelledError, CancelledError(), None)  # left by an error, it ends the upload
 
 
 class UploadedStream(io.RawIOBase):
@@ -254,10 +255,6 @@ class UploadedFile(RecordFile):
         else:
             self._crc = crc32(data, self._crc)
         self._at += len(data)
-
-
-class _Aborted(Exception):
-    """What a writer is left by, so that it ends the upload."""
 
 
 def _offset(piece: Piece) -> int:

@@ -41,7 +41,9 @@ _NAMES_ADVICE = (
     "from_pretrained would leave every weight random. Let the program that wrote them convert them, which knows what is which; "
     "without a config the tensors are written as they are."
 )
-_CHECK_ADVICE = "The config is another model's, or was edited: take the one that belongs to these weights."
+_CHECK_ADVICE = (
+    "The config is another model's, or was edited, or --only took a part: take the one that belongs to these weights."
+)
 
 
 def read_own_config(folder: ReadablePath) -> dict[str, object]:

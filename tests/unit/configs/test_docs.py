@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import tarfile
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +23,23 @@ from click.testing import CliRunner
 import mcore_rlhf
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import CheckpointError, Incomplete, Lossy, StorageError, Unsupported
+from mcore_rlhf.core.catalog import PARAM, Box, Chunk, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    Lossy,
+    NotACheckpoint,
+    StorageError,
+    Unforeseen,
+    Unsupported,
+    Untrusted,
+    UsageError,
+)
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import STATE
+from mcore_rlhf.families.source import ParamGroup, TrainingState
+from mcore_rlhf.families.whole import weights_alone, whole_source
 from mcore_rlhf.formats import registry
 from mcore_rlhf.models.spec import read_rules
 from mcore_rlhf.storage import containers, urls
@@ -280,6 +296,7 @@ DAMAGES = {
     "a norm gone": (lambda index: _without(index, "decoder.final_layernorm.weight"), "decoder.final_layernorm.weight is missing"),
     "a layer gone": (lambda index: [one for one in index if ".layers.3." not in one[0]], "found 3 in the files, but args.num_layers is 4"),
     "a moment gone": (lambda index: _without(index, "output_layer.weight", "exp_avg"), "no exp_avg of output_layer.weight"),
+    "a tensor twice": (lambda index: [*index, index[0]], "(param)' is there twice: its index is damaged"),
     "an orphan": (lambda index: [*index, ["output_layer.bias", "exp_avg", index[0][2]]], "has exp_avg of 'output_layer.bias'"),
 }  # fmt: skip
 
@@ -307,6 +324,108 @@ def test_the_format_of_the_documentation_believes_no_stranger(flat: ModuleType, 
     with pytest.raises(CheckpointError) as refused:
         registry.open_checkpoint(tmp_path / "flat", ReadOptions())
     assert words in str(refused.value)
+
+
+CHUNKS: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
+    "before the tensor": (lambda c: replace(c, box=Box((-1,), (64,))), "[-1:63] lies outside the tensor, whose shape is (64,)"),
+    "behind it": (lambda c: replace(c, box=Box((1,), (64,))), "[1:65] lies outside the tensor, whose shape is (64,)"),
+    "of another rank": (lambda c: replace(c, box=Box((0, 0), (1, 64))), "[0:1, 0:64] lies outside the tensor"),
+    "beyond its record": (lambda c: replace(c, start=1), ".weight:param' are said to be [0:64], and it has 64"),
+    "before its record": (lambda c: replace(c, strides=(-1,)), "elements -63 to 0 of"),
+    "of another type": (
+        lambda c: replace(c, record=replace(c.record, dtype=dtype_of("float16"))), "is said to be of bfloat16, and ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", CHUNKS)
+def test_parts_of_tensors_that_are_nowhere_are_refused(
+    flat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """A plan said that it was damaged itself, or elements of one type were taken for another's."""
+    change, words = CHUNKS[damage]
+    convert(GOLDEN, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
+    own = flat._entry
+
+    def entry(name: TensorName, *of: Any) -> TensorEntry:
+        made: TensorEntry = own(name, *of)
+        norm = name.param == "decoder.final_layernorm.weight" and name.state == PARAM
+        return replace(made, chunks=tuple(map(change, made.chunks))) if norm else made
+
+    monkeypatch.setattr(flat, "_entry", entry)
+    with pytest.raises(Corrupt) as refused:
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    assert words in str(refused.value)
+    assert str(refused.value).endswith(": its index is damaged")
+
+
+def test_a_format_says_itself_whose_models_it_has_and_what_its_files_say_of_the_run(
+    flat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models in one folder, without anything of ours beside: param groups and counters stand in files of the format's own."""
+    convert(GOLDEN_OF_MODULE, tmp_path / "flat", ConvertOptions(to="flat", fsync=False))
+    shutil.rmtree(tmp_path / "flat" / "mcore_rlhf")
+    (tmp_path / "flat" / MANIFEST_NAME).unlink()
+    monkeypatch.setattr(flat.FlatFormat, "family", "module")
+    with pytest.raises(Incomplete, match="no param groups"):
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    state = TrainingState(7, groups=(ParamGroup({"lr": 0.5}),))
+    monkeypatch.setattr(flat, "whole_source", partial(whole_source, state=state))
+    monkeypatch.setattr(flat.FlatFormat, "roles", lambda self, path: ("actor", "critic"))
+    with pytest.raises(UsageError, match="holds several checkpoints: actor, critic\nName one with --role"):
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    with pytest.raises(NotACheckpoint, match="has no model of the role 'reward'; it has: actor, critic"):
+        registry.open_checkpoint(tmp_path / "flat", ReadOptions(role="reward"))
+    opened = registry.open_checkpoint(tmp_path / "flat", ReadOptions(role="critic"))
+    assert (opened.role, opened.state.iteration, opened.state.groups) == ("critic", 7, state.groups)
+    assert registry.roles_in(tmp_path / "flat") == ["actor", "critic"]
+    for roles, kind, words in (
+        (lambda: ["../x"], Untrusted, "the checkpoint names the role '../x', which is not a plain path"),
+        (lambda: {}["models"], Unforeseen, "cannot be read as flat: KeyError"),
+    ):
+        with monkeypatch.context() as forged:
+            forged.setattr(flat.FlatFormat, "roles", lambda self, path, roles=roles: roles())
+            with pytest.raises(kind, match=re.escape(words)):
+                registry.open_checkpoint(tmp_path / "flat", ReadOptions())
+    own = flat._entry
+    for change, words in (
+        (lambda name, *of: own(name._replace(role="reward"), *of), "is read as critic, and has tensors of 'reward'"),
+        (lambda name, *of: own(name, *of), "has no tensor of critic"),
+    ):
+        monkeypatch.setattr(flat, "_entry", change)
+        if "no tensor" in words:
+            (tmp_path / "flat" / "flat.json").write_text("[]")
+        with pytest.raises(Incomplete, match=words):
+            registry.open_checkpoint(tmp_path / "flat", ReadOptions(role="critic"))
+
+
+@pytest.mark.parametrize(
+    "golden", ["megatron/tp2pp2dp2_bf16_do", "deepspeed/z1_fp32_tied_dp2", "huggingface/llama_tied_bf16_sharded"]
+)
+@pytest.mark.parametrize("no_optimizer", [False, True])
+def test_files_of_weights_alone_close_the_account(
+    flat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: str, no_optimizer: bool
+) -> None:
+    """It said of each tensor of the optimizer that nothing accounts for it, and that this should be reported."""
+    monkeypatch.setattr(flat.FlatFormat, "family", "module")
+    weights = flat.whole_tensors
+    monkeypatch.setattr(
+        flat, "whole_tensors", lambda source, options: weights(source, replace(options, no_optimizer=True))
+    )
+    monkeypatch.setattr(
+        flat,
+        "whole_sidecar",
+        lambda source, report: ({}, weights_alone(source, WriteOptions(no_optimizer=no_optimizer), report)),
+    )
+    options = ConvertOptions(to="flat", fsync=False, write=WriteOptions(no_optimizer=no_optimizer))
+    job = convert(GOLDEN.parents[1] / golden, tmp_path / "flat", options)
+    assert job.account.unaccounted == ()
+    said = [text for text in job.account.lost if "optimizer" in text]
+    left_out = "the optimizer: left out, as --no-optimizer asks"
+    expected = left_out if no_optimizer else "the optimizer: files of weights alone have no place for it"
+    assert said == ([] if golden.startswith("huggingface") else [expected])
+    back = convert(tmp_path / "flat", tmp_path / "hf", ConvertOptions(to="hf", fsync=False))
+    assert back.lossless
 
 
 def test_the_format_of_the_documentation_misses_a_file(flat: ModuleType, tmp_path: Path) -> None:

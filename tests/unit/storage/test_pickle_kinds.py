@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.storage.dcp.writer import TensorItem, dcp_metadata
 from mcore_rlhf.storage.pickle_kinds import Repeated
-from mcore_rlhf.storage.pickle_scan import ScanError, _Scan, scan
+from mcore_rlhf.storage.pickle_scan import _Scan, scan
 from tests.unit.storage.test_dcp_many import FLOAT
 from tests.unit.storage.test_hostile_pickles import genuine
 
@@ -48,7 +49,7 @@ def outcome(data: bytes) -> Any:
     found = _Scan(data)
     try:
         found.run()
-    except (ScanError, IndexError, StructError) as error:
+    except (CheckpointError, IndexError, StructError) as error:
         return type(error), str(error)
     return found.memo, found.stack, found.marks, found.heavy, found.long_ints
 
