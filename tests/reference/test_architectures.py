@@ -59,6 +59,8 @@ LLAMA3 = {
 LAST = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 FIRST = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ALL_ROUTED = {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
@@ -130,6 +132,21 @@ CASES = {
     "glm4_moe_lite": Case("glm4_moe_lite", {**{n: v for n, v in ROUTED.items() if n != "first_k_dense_replace"}, **LATENT,
         "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]}),
     "seed_oss": Case("seed_oss", {"head_dim": 16, "attention_bias": True}, Parallel(tp=2), taken_for="qwen2"),
+    "phi3": Case("phi3", {"pad_token_id": None, "rope_parameters": HALF}, Parallel(tp=2)),
+    "phi3_window": Case("phi3", {"sliding_window": 5, "pad_token_id": None, "rope_parameters": HALF}),
+    "glm": Case("glm", {"head_dim": 16, "pad_token_id": None, "rope_parameters": {**HALF, "rope_theta": 500.0}}, Parallel(tp=2)),
+    "glm_unbiased": Case("glm", {"head_dim": 8, "pad_token_id": None, "attention_bias": False}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 16}, Parallel(tp=2)),
+    "ernie4_5_biased": Case("ernie4_5", {"head_dim": 8, "use_bias": True}),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 4, "pad_token_id": None}, Parallel(tp=2)),
+    "smollm3_window": Case("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4, "pad_token_id": None}),
+    "smollm3_everywhere": Case("smollm3", {"no_rope_layers": [1, 1], "pad_token_id": None}, taken_for="llama"),
+    "ministral": Case("ministral", {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+    "youtu": Case("youtu", {**LATENT, "initializer_range": 0.02}, Parallel(tp=2)),
+    "dots1": Case("dots1", {**ROUTED, "head_dim": 16, "norm_topk_prob": True, "routed_scaling_factor": 2.5}, Parallel(ep=2, dp=2),
+        taken_for="glm4_moe"),
+    "dots1_window": Case("dots1", {**ROUTED, "norm_topk_prob": True, "sliding_window": 4, "max_window_layers": 1}),
+    "solar_open": Case("solar_open", {**ALL_ROUTED, "head_dim": 16, "attention_bias": True}, Parallel(ep=2, dp=2), taken_for="glm4_moe"),
     "arcee": Case("arcee", {"head_dim": 8, "hidden_act": "relu2"}, Parallel(tp=2)),
     "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),
     "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
@@ -203,6 +220,22 @@ def test_gate_and_up_are_not_interchangeable(pool: WorkerPool, tmp_path: Path) -
     assert (found.logits - expected).abs().max() > 100 * TOLERANCE
 
 
+def test_a_phi_without_its_config_becomes_a_llama(pool: WorkerPool, tmp_path: Path) -> None:
+    """Which computes the same; with its own config it is the same to the bit."""
+    case = Case("phi3", {"pad_token_id": None})
+    expected = case.save(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    assert (run(pool, tmp_path / "mcore", Parallel()).logits - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
+    forget_where_it_came_from(str(tmp_path / "mcore"))
+    to(tmp_path / "mcore", tmp_path / "llama", "hf")
+    model = loaded(tmp_path / "llama")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        assert (model(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+
+
 def test_further_tokens_are_the_layer_after_the_last(pool: WorkerPool, tmp_path: Path) -> None:
     """As in DeepSeek's release files: transformers passes over that layer, Megatron loads it."""
     case = CASES["deepseek_v3_yarn"]
@@ -272,10 +305,18 @@ def test_logits_are_those_of_transformers(name: str, pool: WorkerPool, tmp_path:
     forget_where_it_came_from(str(tmp_path / "mcore"))
     to(tmp_path / "mcore", tmp_path / "back", "hf")  # with a config that is made of args
     assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    back = loaded(tmp_path / "back")
     assert back.config.model_type == (case.taken_for or case.kind)
     with torch.no_grad():
         assert torch.equal(back(TOKENS, use_cache=False).logits, expected)
+
+
+def loaded(folder: Path) -> Any:
+    """What transformers makes of a folder, whose ids of special tokens are those of a whole vocabulary where args made its config."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if (config.pad_token_id or 0) >= config.vocab_size:
+        config.pad_token_id = None
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
 
 
 def different_tensors(a: Path, b: Path) -> list[str]:

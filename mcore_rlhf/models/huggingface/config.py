@@ -306,7 +306,8 @@ def built(known: Architecture, build: Build) -> dict[str, object]:
     config["tie_word_embeddings"] = build.tied
     if build.head.endswith("Classification"):
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-    said = {"qkv_bias": build.biased, "attention_bias": build.biased, "mlp_bias": build.mlp_biased}
+    said = dict.fromkeys(("qkv_bias", "attention_bias"), build.biased)
+    said |= dict.fromkeys(("mlp_bias", "use_bias"), build.mlp_biased)
     declared = config_fields(known.model_type)  # Qwen2 always has biases, Mistral's two never: their classes do not say
     return config | {name: value for name, value in said.items() if name in declared}
 

@@ -2,11 +2,12 @@
 
 Sources: transformers 5.23.0, ``models/{llama,qwen2,qwen3}/modeling_*.py``; megatron-core 0.16.1, ``models/gpt/gpt_model.py``,
 ``transformer/{attention,mlp,transformer_layer}.py``, ``extensions/transformer_engine.py``. No row is permuted for rotary
-embeddings: both sides rotate halves.
+embeddings: both sides rotate halves, or pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from mcore_rlhf.models.meaning.kinds import Field
@@ -131,3 +132,9 @@ COMMON: tuple[Field, ...] = (*OF_ANY, SILU, always("swiglu", True), always("laye
 
 FIELDS: tuple[Field, ...] = (*COMMON, GROUPED_HEADS, rotary())
 """The same with the usual attention."""
+
+
+def in_pairs(fields: Iterable[Field]) -> tuple[Field, ...]:
+    """The same where positions rotate what lies side by side, and not the two halves of a head."""
+    pairs = always("rotary_interleaved", True)
+    return tuple(pairs if field.arguments == pairs.arguments else field for field in fields)
