@@ -18,9 +18,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.crossing.packing import from_files, from_modules
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.models.huggingface import seed_oss
@@ -266,6 +268,71 @@ def test_further_tokens_are_the_layer_after_the_last(pool: WorkerPool, tmp_path:
     copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
     assert different_tensors(tmp_path / "hf", tmp_path / "back") == copies
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+    "qwen2_5_vl": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4},
+    "qwen3_vl": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "deepstack_visual_indexes": [0]},
+}  # fmt: skip
+POSITIONS = {"type": "mrope", "mrope_section": [2, 3, 3]}
+"""As folders of 2025 have them, beside ``rope_theta``."""
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize("kind", VISION)
+def test_the_text_of_a_model_of_images(kind: str, old: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    """Its description in a section of its own, or, as in folders of 2025, among all others: it is a model of text in Megatron."""
+    text = {**BASE, "hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
+    text |= {"head_dim": 16} if kind == "qwen3_vl" else {}
+    described = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=VISION[kind], tie_word_embeddings=False
+    )
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(described).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn_like(param) * 0.2 + (1.0 if "norm" in name else 0.0))
+        expected = model(TOKENS, use_cache=False).logits
+    model.save_pretrained(tmp_path / "hf")
+    if old:
+        path = tmp_path / "hf" / "config.json"
+        config = json.loads(path.read_text())
+        inside = {n: v for n, v in config["text_config"].items() if n not in ("rope_parameters", "model_type")}
+        sections = {"text_config": inside} if kind == "qwen3_vl" else inside
+        config = {n: v for n, v in config.items() if n != "text_config"} | sections
+        (config["text_config"] if kind == "qwen3_vl" else config).update(rope_theta=5000.0, rope_scaling=POSITIONS)
+        path.write_text(json.dumps(config))
+    job = to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel(tp=2))
+    (lost,) = (text for fate, text in job.report.lines if fate is Fate.LOST)
+    assert lost.startswith("the model of images, ")
+    assert expected.abs().max() > 1
+    assert (run(pool, tmp_path / "mcore", Parallel(tp=2)).logits - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = loaded(tmp_path / "back")
+    assert type(back).__name__ == {"qwen3_vl": "Qwen3ForCausalLM"}.get(kind, "Qwen2ForCausalLM")
+    with torch.no_grad():
+        assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+    for framework in ("deepspeed", "dcp", "universal"):  # which hold all of it, under its own names
+        to(tmp_path / "hf", tmp_path / framework, framework)
+        to(tmp_path / framework, tmp_path / f"of_{framework}", "hf")
+        assert different_tensors(tmp_path / "hf", tmp_path / f"of_{framework}") == []
+
+
+def test_a_bridges_model_of_images_is_no_damaged_one(tmp_path: Path) -> None:
+    """Under the names of mbridge 0.15.1, which verl runs: none of our formats has them."""
+    CASES["qwen3"].save(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    (path,) = tmp_path.glob("mcore/*/mp_rank_00/model_optim_rng.pt")
+    tree = torch.load(path, weights_only=False)
+    tree["model"] = {f"language_model.{name}": value for name, value in tree["model"].items()}
+    tree["model"]["vision_model.patch_embed.proj.weight"] = torch.rand(4, 3, 2, 2, 2)
+    torch.save(tree, path)
+    forget_where_it_came_from(str(tmp_path / "mcore"))
+    with pytest.raises(Unsupported, match=r"a model of images \(vision_model\.patch_embed\.proj\.weight, …\)"):
+        to(tmp_path / "mcore", tmp_path / "back", "hf")
 
 
 @pytest.mark.parametrize("biased", [False, True])

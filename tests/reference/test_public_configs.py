@@ -14,8 +14,9 @@ from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.models.huggingface import ARCHITECTURES
-from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, config_of, sizes_of_config, text_of
+from mcore_rlhf.models.huggingface.config import Build, architecture_of, args_of, config_of, sizes_of_config
 from mcore_rlhf.models.huggingface.rotary_fields import rope_of
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.meaning.declared import complete, config_fields
 from tests.reference.architectures_jobs import forget_where_it_came_from
 from tests.reference.public_configs import PUBLIC, WITH_IMAGES, small

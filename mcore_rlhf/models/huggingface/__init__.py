@@ -30,18 +30,21 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 come first, since Llama's rows are all but a subset of the others'. Mistral's are Llama's, GLM-4.7-Flash's are DeepSeek-V3's,
 Seed-OSS's are Qwen2's; and Qwen3.5's with experts are Qwen3-Next's in Megatron."""
 
-TEXTS = {"qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE}
+TEXTS = {"qwen3_5": QWEN3_5, "qwen3_5_moe": QWEN3_5_MOE, "qwen2_vl": QWEN2, "qwen2_5_vl": QWEN2, "qwen3_vl": QWEN3}
 """Models of text and images, by ``model_type``, each with its text, which alone is Megatron's GPT."""
+
+OF_TEXTS = tuple(f"{kind}_text" for kind in TEXTS)
+"""What transformers calls the configurations of their texts, each of which has defaults of its own."""
 
 _ZERO_CENTRED = "its norms multiply by 1 + weight, and its embeddings by the root of the hidden size"
 _FOUR_NORMS = "its layers have four norms, after attention and feed-forward as well, for which Megatron has no place"
 _NORMS_OF_ALL = "it norms all query heads together, and all key heads; Megatron norms each by itself"
 _NO_FIRST_NORMS = f"it has no norm before attention and feed-forward, and {_NORMS_OF_ALL.removeprefix('it ')}"
 _SPARSE = "its attention chooses tokens by an indexer; Megatron's sparse attention is experimental, and was not tried"
-_IMAGES = "its text lies below a model of images, which no table has"
+_IMAGES = "its text lies below a model of images, and no table has it"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "kimi_k25", "mistral3", "llama4"), _IMAGES),
+    **dict.fromkeys(("qwen3_vl_moe", "kimi_k25", "mistral3", "llama4"), _IMAGES),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text"), _FOUR_NORMS),
     **dict.fromkeys(("olmo2", "olmo3"), _NO_FIRST_NORMS),
     **dict.fromkeys(("olmoe", "minimax_m2"), _NORMS_OF_ALL),

@@ -19,13 +19,14 @@ from mcore_rlhf.models.meaning.declared import arguments, complete, config_field
 from mcore_rlhf.models.meaning.kinds import Field
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
-from . import ARCHITECTURES, REFUSED, TEXTS
+from . import ARCHITECTURES, REFUSED
 from .attention_fields import GROUPED_HEADS, delta_layers
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
 from .fields import integer
 from .relation import HOW_TO_ADD, Filled, filled
 from .table import LOCAL, SEQUENTIAL, Architecture, Packed, Sizes, Spelling
+from .texts import name_in_text
 
 Config = Mapping[str, object]
 
@@ -75,18 +76,6 @@ class Build:
     proj_biased: bool = False
     mlp_biased: bool = False
     head: str = _CAUSAL
-
-
-def text_of(config: Config) -> Config:
-    """The description of the text where a model is of text and images and its text is known by itself; otherwise what it is.
-
-    Source: transformers 5.23.0, ``models/{qwen3_5,qwen3_5_moe}/configuration_*.py``.
-    """
-    known, inside = TEXTS.get(str(config.get("model_type"))), config.get("text_config")
-    if known is None or not isinstance(inside, Mapping):
-        return config
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**inside, **tied, "model_type": known.model_type, "architectures": [known.class_name]}
 
 
 def architecture_of(config: Config) -> tuple[Architecture, ...]:
@@ -400,6 +389,7 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape], *, whole:
         (known,), sizes = architecture_of(config), sizes_of_config(config)
     except (CheckpointError, ValueError):
         return
+    shapes = {name_in_text(name): shape for name, shape in shapes.items()}
     layers = max((int(match[1]) for name in shapes if (match := _LAYER.match(name))), default=-1) + 1
     spelling = Spelling(known.implementation or LOCAL, SEQUENTIAL)
     rows = tuple(filled(known, replace(sizes, mtp=max(0, layers - sizes.layers)), spelling))
@@ -427,6 +417,7 @@ def foreign_names(config: Mapping[str, object], shapes: Collection[str]) -> str:
         (known,), sizes = architecture_of(config), sizes_of_config(config)
     except (CheckpointError, ValueError):
         return ""
+    shapes = [name_in_text(name) for name in shapes]
     rows = filled(known, sizes, Spelling(known.implementation or LOCAL, SEQUENTIAL))
     own = {tensor for row in rows for tensor in row.tensors}
     if not shapes or own.intersection(shapes) or any(name.endswith(_PACKED) for name in shapes):
