@@ -24,7 +24,8 @@ from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.crossing.packing import from_files, from_modules
-from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.huggingface import seed_oss
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.order import module_order
@@ -315,8 +316,9 @@ def test_the_text_of_a_model_of_images(kind: str, old: bool, pool: WorkerPool, t
     assert type(back).__name__ == {"qwen3_vl": "Qwen3ForCausalLM"}.get(kind, "Qwen2ForCausalLM")
     with torch.no_grad():
         assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
-    for framework in ("deepspeed", "dcp", "universal"):  # which hold all of it, under its own names
+    for framework in ("deepspeed", "dcp", "universal"):  # which hold all of it, under the names that it has in memory
         to(tmp_path / "hf", tmp_path / framework, framework)
+        assert set(open_checkpoint(tmp_path / framework, ReadOptions()).model.shapes) == set(model.state_dict())
         to(tmp_path / framework, tmp_path / f"of_{framework}", "hf")
         assert different_tensors(tmp_path / "hf", tmp_path / f"of_{framework}") == []
 

@@ -26,7 +26,7 @@ from .expert_fields import doubt_about_groups, mixture_layers
 from .fields import integer
 from .relation import HOW_TO_ADD, Filled, filled
 from .table import LOCAL, SEQUENTIAL, Architecture, Packed, Sizes, Spelling
-from .texts import name_in_text
+from .texts import is_moved, name_in_text
 
 Config = Mapping[str, object]
 
@@ -119,6 +119,11 @@ def packed_in(config: Config) -> tuple[Packed, ...]:
     """What of a model is packed in memory and not on disk; nothing where nobody says which it is, since others pack differently."""
     known = known_architecture(config)
     return () if known is None else known.packed
+
+
+def is_other_in_memory(config: Config) -> bool:
+    """Whether some of a model is packed, or called otherwise, in memory and not on disk."""
+    return bool(packed_in(config)) or is_moved(config)
 
 
 def _of_class(config: Config) -> Architecture | None:

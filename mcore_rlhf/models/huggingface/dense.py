@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mcore_rlhf.models.meaning.kinds import Field
+from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.models.meaning.kinds import Field, Values
 
 from .attention_fields import GROUPED_HEADS
 from .fields import always, only, same, unused
-from .rotary_fields import rotary
+from .rotary_fields import rope_of, rope_type, rotary
 from .table import DENSE, LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
@@ -136,5 +137,11 @@ FIELDS: tuple[Field, ...] = (*COMMON, GROUPED_HEADS, rotary())
 
 def in_pairs(fields: Iterable[Field]) -> tuple[Field, ...]:
     """The same where positions rotate what lies side by side, and not the two halves of a head."""
-    pairs = always("rotary_interleaved", True)
+
+    def args(config: Values) -> dict[str, object]:
+        if rope_type(rope_of(config)) == "yarn":
+            raise Unsupported("config.json: YaRN that rotates pairs; Megatron's rotates halves alone, and stops")
+        return {"rotary_interleaved": True}
+
+    pairs = replace(always("rotary_interleaved", True), args=args)
     return tuple(pairs if field.arguments == pairs.arguments else field for field in fields)

@@ -55,3 +55,23 @@ def is_of_images(name: str) -> bool:
 def name_in_text(name: str) -> str:
     """What a tensor of the text is called in a model of text alone."""
     return re.sub(f"^{re.escape(_TEXT)}", "model.", name)
+
+
+_MOVED = ("qwen2_vl", "qwen2_5_vl")
+"""Classes whose modules have other names than their folders: the text lies below one module, and the images below the same."""
+
+
+def is_moved(config: Config) -> bool:
+    """Whether names in memory are others than on disk."""
+    return config.get("model_type") in _MOVED
+
+
+def name_in_memory(name: str) -> str:
+    """What a tensor on disk is called in memory, where its class is one of those."""
+    inside = re.sub(r"^model\.(?!language_model\.|visual\.)", _TEXT, name)
+    return re.sub(r"^visual\.", "model.visual.", inside)
+
+
+def name_on_disk(name: str) -> str:
+    """The other way round."""
+    return re.sub(r"^model\.visual\.", "visual.", name_in_text(name))

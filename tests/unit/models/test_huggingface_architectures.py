@@ -477,6 +477,7 @@ def test_those_that_megatron_cannot_express_are_refused_with_the_reason(kind: st
             {"layer_types": ["sliding_attention"] * 3},
             "use_sliding_window is false: transformers takes a window of 0",
         ),
+        ("ernie4_5", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "YaRN that rotates pairs"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 numbers, expected one for each of 3 layers"),
     ],
 )
