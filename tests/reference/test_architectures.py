@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import from_files, from_modules
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -316,6 +317,17 @@ def test_the_text_of_a_model_of_images(kind: str, old: bool, pool: WorkerPool, t
     assert type(back).__name__ == {"qwen3_vl": "Qwen3ForCausalLM"}.get(kind, "Qwen2ForCausalLM")
     with torch.no_grad():
         assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+    twice = tmp_path / "twice"
+    shutil.copytree(tmp_path / "hf", twice)
+    tensors = load_file(twice / "model.safetensors")
+    save_file(
+        {**tensors, "model.norm.weight": torch.rand(64), "model.language_model.norm.weight": torch.rand(64)},
+        twice / "model.safetensors",
+    )
+    with pytest.raises(
+        LayoutMismatch, match=r"norm\.weight and .*norm\.weight are both model\..*norm\.weight; expected one of them"
+    ):
+        to(twice, tmp_path / "of_twice", "megatron")
     for framework in ("deepspeed", "dcp", "universal"):  # which hold all of it, under the names that it has in memory
         to(tmp_path / "hf", tmp_path / framework, framework)
         assert set(open_checkpoint(tmp_path / framework, ReadOptions()).model.shapes) == set(model.state_dict())

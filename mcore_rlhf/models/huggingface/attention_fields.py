@@ -134,12 +134,10 @@ def every(_: Values, layers: int) -> frozenset[int]:
 def without_positions(config: Values, layers: int) -> frozenset[int]:
     """SmolLM3's rule: the layers without positions."""
     said, interval = config.get("no_rope_layers"), integer(config, "no_rope_layer_interval") or 4
-    if not isinstance(said, list):
+    if said is None:
         return frozenset(number for number in range(layers) if (number + 1) % interval == 0)
-    if len(said) < layers:
-        raise Unsupported(
-            f"config.json: no_rope_layers has {len(said)} numbers, expected one for each of {layers} layers"
-        )
+    if not isinstance(said, list) or len(said) < layers or not all(isinstance(one, int) for one in said):
+        raise Unsupported(f"config.json: no_rope_layers {said!r:.80}: expected a number for each of {layers} layers")
     return frozenset(number for number in range(layers) if not said[number])
 
 
@@ -245,6 +243,10 @@ def _sliding(config: Values, layers: int, rule: Windowed | None) -> frozenset[in
     """
     kinds = config.get("layer_types") if rule is not None else None
     if isinstance(kinds, list):
+        if len(kinds) != layers:
+            raise Unsupported(
+                f"config.json: layer_types has {len(kinds)} kinds, expected one for each of {layers} layers"
+            )
         strange = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
         if strange:
             raise Unsupported(f"config.json: layer_types has {strange[0]}, and Megatron knows {_SLIDING} and {_FULL}")

@@ -477,8 +477,14 @@ def test_those_that_megatron_cannot_express_are_refused_with_the_reason(kind: st
             {"layer_types": ["sliding_attention"] * 3},
             "use_sliding_window is false: transformers takes a window of 0",
         ),
+        ("smollm3", {"no_rope_layers": "1111"}, "no_rope_layers '1111': expected a number for each of 3 layers"),
+        (
+            "ministral",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 kinds, expected one for each of 3 layers",
+        ),
         ("ernie4_5", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "YaRN that rotates pairs"),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers has 1 numbers, expected one for each of 3 layers"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers .1.: expected a number for each of 3 layers"),
     ],
 )
 def test_a_config_that_megatron_does_not_compute_is_refused(kind: str, said: dict[str, Any], why: str) -> None:
