@@ -10,7 +10,8 @@ from dataclasses import replace
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Incomplete, LayoutMismatch
-from mcore_rlhf.models.huggingface.config import Config, misfits, text_of
+from mcore_rlhf.models.huggingface.config import Config, misfits
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.torchtitan import under_huggingface_names
 
 from .module import ModuleState, may_lack_frozen

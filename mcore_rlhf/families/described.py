@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from mcore_rlhf.core.catalog import PARAM, TensorName
 from mcore_rlhf.errors import LayoutMismatch, Problems
-from mcore_rlhf.models.huggingface.config import text_of
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.implied import Contradiction, against_arguments, against_config
 from mcore_rlhf.models.torchtitan import under_huggingface_names
 

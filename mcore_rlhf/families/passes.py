@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Unsupported, UsageError
-from mcore_rlhf.models.huggingface.config import method_of, packed_in
+from mcore_rlhf.models.huggingface.config import is_other_in_memory, method_of
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING, OWN_NAMES, release_noted
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -386,7 +386,7 @@ def _with_fitting_schedule(p: Passage) -> Source:
 
 def _are_to_be_packed(p: Passage) -> bool:
     wanted = p.to_module and p.to.packs_experts and p.module is not None and not p.module.packs_experts
-    return wanted and p.write.like is None and bool(packed_in(p.source.family.config))
+    return wanted and p.write.like is None and is_other_in_memory(p.source.family.config)
 
 
 def _packed(p: Passage) -> Source:
@@ -399,7 +399,7 @@ def _has_experts_of_a_run(p: Passage) -> bool:
     """Whether a run goes on that has its experts in one of two ways; where all its names are taken over, these are too."""
     whole = p.to.lays_out_keys or p.to.deals_groups
     wanted = p.to_module and p.to.packs_experts and not whole and p.write.like is not None
-    return wanted and bool(packed_in(_description(p)))
+    return wanted and is_other_in_memory(_description(p))
 
 
 def _as_in_run(p: Passage) -> Source:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule, Values
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 
 from .megatron.state import MegatronState
 from .module import ModuleState
@@ -203,8 +203,12 @@ def renamed(source: Source, rename: Rename) -> Source:
     Args:
         source: An opened checkpoint.
         rename: The new name of a tensor.
+
+    Raises:
+        LayoutMismatch: Two tensors would have one name.
     """
     names = _names(source, rename)
+    _check_apart(source, rename)
     specs = [
         replace(spec, name=new) for new, old in names.owners.items() if (spec := source.model.get(old)) is not None
     ]
@@ -218,6 +222,15 @@ def renamed(source: Source, rename: Rename) -> Source:
         states=source.states if trained else (), optimizer=source.optimizer if trained else None,
         notes=source.notes.copy(), family=source.family.renamed(names),
     )  # fmt: skip
+
+
+def _check_apart(source: Source, rename: Rename) -> None:
+    """One of two tensors of one name would be lost without a word."""
+    first: dict[str, str] = {}
+    for spec in source.model.params:
+        new = rename(spec.name)
+        if new is not None and first.setdefault(new, spec.name) != spec.name:
+            raise LayoutMismatch(f"{source.root}: {first[new]} and {spec.name} are both {new}; expected one of them")
 
 
 def _names(source: Source, rename: Rename) -> NewNames:

@@ -139,8 +139,8 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _OUT = "self_attn.o_proj"
 _DENSE = tuple(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
 _SHARED = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-_QKV_ALONE = ("glm4_moe", "seed_oss")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
+_QKV_ALONE = ("glm", "glm4_moe", "seed_oss", "solar_open")
 """Classes whose ``attention_bias`` is not about the output projection."""
 _QK_NORMS = tuple(
     Implied("use_qk_norm", ".self_attn.q_proj.weight", (f".self_attn.{part}_norm.weight",)) for part in "qk"
@@ -159,6 +159,7 @@ def _of_class(model_type: str) -> tuple[Implied, ...]:
         *_biases("qkv_bias", *_QKV),
         *_biases("attention_out_bias", _OUT),
         *_biases("mlp_bias", *_DENSE, *_SHARED),
+        *_biases("use_bias", *_QKV, _OUT, *_DENSE),
         *_QK_NORMS,
     )
     return tuple(row for row in rows if not known or row.field in config_fields(model_type))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.models import meaning
-from mcore_rlhf.models.huggingface import ARCHITECTURES
+from mcore_rlhf.models.huggingface import ARCHITECTURES, OF_TEXTS
 
 STORED = Path(meaning.__file__).parent / "declared.json"
 REGENERATE = "python -m tests.reference.declared --write"
@@ -50,11 +50,11 @@ def transformers() -> dict[str, Any]:
 
     base = fields_of(PreTrainedConfig)
     classes: dict[str, Any] = {"PreTrainedConfig": {"fields": base}}
-    for known in ARCHITECTURES:
-        kind = CONFIG_MAPPING[known.model_type]
+    for name in dict.fromkeys([*(known.model_type for known in ARCHITECTURES), *OF_TEXTS]):
+        kind = CONFIG_MAPPING[name]
         own = {name: value for name, value in fields_of(kind).items() if name not in base or base[name] != value}
         rope = dict(kind().rope_parameters)  # with what the class adds to it when it is made
-        classes[known.model_type] = {"fields": own, "rope_parameters": rope, "aliases": dict(kind.attribute_map)}
+        classes[name] = {"fields": own, "rope_parameters": rope, "aliases": dict(kind.attribute_map)}
     return {"version": importlib.metadata.version("transformers"), "classes": classes}
 
 

@@ -1,4 +1,4 @@
-"""Twenty-nine ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
+"""Thirty ``config.json`` as they are published, fields that no class declares included; only weights' sizes get small."""
 
 from __future__ import annotations
 
@@ -189,10 +189,21 @@ PUBLIC: dict[str, Config] = {
         intermediate_size=27648, max_position_embeddings=524288, mlp_bias=False, num_attention_heads=80, num_hidden_layers=64,
         num_key_value_heads=8, residual_dropout=0.1, rms_norm_eps=1e-06, rope_scaling={"rope_type": "default"}, rope_theta=10000000.0,
         torch_dtype="bfloat16", vocab_size=155136),
+    "microsoft/phi-4": _llama(architectures=["Phi3ForCausalLM"], model_type="phi3", attention_bias=False, attention_dropout=0.0,
+        bos_token_id=100257, embd_pdrop=0.0, eos_token_id=100265, hidden_size=5120, intermediate_size=17920,
+        max_position_embeddings=16384, num_attention_heads=40, num_hidden_layers=40, num_key_value_heads=10,
+        original_max_position_embeddings=16384, pad_token_id=100349, resid_pdrop=0.0, rope_theta=250000, sliding_window=None,
+        torch_dtype="bfloat16", transformers_version="4.47.0", vocab_size=100352),
 }  # fmt: skip
 """By the name under which they are published."""
 
 WITH_IMAGES: dict[str, Config] = {
+    "Qwen/Qwen2.5-VL-7B-Instruct": _qwen2(
+        architectures=["Qwen2_5_VLForConditionalGeneration"], eos_token_id=151645, image_token_id=151655,
+        max_position_embeddings=128000, model_type="qwen2_5_vl", rope_scaling={"mrope_section": [16, 24, 24], "type": "mrope"},
+        sliding_window=32768, transformers_version="4.41.2", video_token_id=151656, vision_end_token_id=151653,
+        vision_start_token_id=151652, vision_token_id=151654, vision_config={"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584},
+    ),
     "Qwen/Qwen3.5-35B-A3B": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5_moe",
         "tie_word_embeddings": False, "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},

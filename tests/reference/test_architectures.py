@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.demo.workers import WorkerPool
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import from_files, from_modules
-from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.huggingface import seed_oss
 from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_config
 from mcore_rlhf.models.huggingface.order import module_order
@@ -59,6 +63,8 @@ LLAMA3 = {
 LAST = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 FIRST = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 PLAIN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+ALL_ROUTED = {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32,
@@ -130,6 +136,21 @@ CASES = {
     "glm4_moe_lite": Case("glm4_moe_lite", {**{n: v for n, v in ROUTED.items() if n != "first_k_dense_replace"}, **LATENT,
         "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]}),
     "seed_oss": Case("seed_oss", {"head_dim": 16, "attention_bias": True}, Parallel(tp=2), taken_for="qwen2"),
+    "phi3": Case("phi3", {"pad_token_id": None, "rope_parameters": HALF}, Parallel(tp=2)),
+    "phi3_window": Case("phi3", {"sliding_window": 5, "pad_token_id": None, "rope_parameters": HALF}),
+    "glm": Case("glm", {"head_dim": 16, "pad_token_id": None, "rope_parameters": {**HALF, "rope_theta": 500.0}}, Parallel(tp=2)),
+    "glm_unbiased": Case("glm", {"head_dim": 8, "pad_token_id": None, "attention_bias": False}),
+    "ernie4_5": Case("ernie4_5", {"head_dim": 16}, Parallel(tp=2)),
+    "ernie4_5_biased": Case("ernie4_5", {"head_dim": 8, "use_bias": True}),
+    "smollm3": Case("smollm3", {"num_hidden_layers": 4, "pad_token_id": None}, Parallel(tp=2)),
+    "smollm3_window": Case("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4, "pad_token_id": None}),
+    "smollm3_everywhere": Case("smollm3", {"no_rope_layers": [1, 1], "pad_token_id": None}, taken_for="llama"),
+    "ministral": Case("ministral", {"head_dim": 16, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+    "youtu": Case("youtu", {**LATENT, "initializer_range": 0.02}, Parallel(tp=2)),
+    "dots1": Case("dots1", {**ROUTED, "head_dim": 16, "norm_topk_prob": True, "routed_scaling_factor": 2.5}, Parallel(ep=2, dp=2),
+        taken_for="glm4_moe"),
+    "dots1_window": Case("dots1", {**ROUTED, "norm_topk_prob": True, "sliding_window": 4, "max_window_layers": 1}),
+    "solar_open": Case("solar_open", {**ALL_ROUTED, "head_dim": 16, "attention_bias": True}, Parallel(ep=2, dp=2), taken_for="glm4_moe"),
     "arcee": Case("arcee", {"head_dim": 8, "hidden_act": "relu2"}, Parallel(tp=2)),
     "deepseek_v2": Case("deepseek_v2", {**ROUTED, **LATENT, "routed_scaling_factor": 1.5}),
     "deepseek_v3": Case("deepseek_v3", {**ROUTED, **LATENT, "n_group": 1, "topk_group": 1}, Parallel(tp=2)),
@@ -203,6 +224,22 @@ def test_gate_and_up_are_not_interchangeable(pool: WorkerPool, tmp_path: Path) -
     assert (found.logits - expected).abs().max() > 100 * TOLERANCE
 
 
+def test_a_phi_without_its_config_becomes_a_llama(pool: WorkerPool, tmp_path: Path) -> None:
+    """Which computes the same; with its own config it is the same to the bit."""
+    case = Case("phi3", {"pad_token_id": None})
+    expected = case.save(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    assert (run(pool, tmp_path / "mcore", Parallel()).logits - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
+    forget_where_it_came_from(str(tmp_path / "mcore"))
+    to(tmp_path / "mcore", tmp_path / "llama", "hf")
+    model = loaded(tmp_path / "llama")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        assert (model(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+
+
 def test_further_tokens_are_the_layer_after_the_last(pool: WorkerPool, tmp_path: Path) -> None:
     """As in DeepSeek's release files: transformers passes over that layer, Megatron loads it."""
     case = CASES["deepseek_v3_yarn"]
@@ -233,6 +270,83 @@ def test_further_tokens_are_the_layer_after_the_last(pool: WorkerPool, tmp_path:
     copies = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
     assert different_tensors(tmp_path / "hf", tmp_path / "back") == copies
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 4},
+    "qwen2_5_vl": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4},
+    "qwen3_vl": {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4,
+        "deepstack_visual_indexes": [0]},
+}  # fmt: skip
+POSITIONS = {"type": "mrope", "mrope_section": [2, 3, 3]}
+"""As folders of 2025 have them, beside ``rope_theta``."""
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+@pytest.mark.parametrize("kind", VISION)
+def test_the_text_of_a_model_of_images(kind: str, old: bool, pool: WorkerPool, tmp_path: Path) -> None:
+    """Its description in a section of its own, or, as in folders of 2025, among all others: it is a model of text in Megatron."""
+    text = {**BASE, "hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
+    text |= {"head_dim": 16} if kind == "qwen3_vl" else {}
+    described = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=VISION[kind], tie_word_embeddings=False
+    )
+    torch.manual_seed(4)
+    model = transformers.AutoModelForImageTextToText.from_config(described).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.randn_like(param) * 0.2 + (1.0 if "norm" in name else 0.0))
+        expected = model(TOKENS, use_cache=False).logits
+    model.save_pretrained(tmp_path / "hf")
+    if old:
+        path = tmp_path / "hf" / "config.json"
+        config = json.loads(path.read_text())
+        inside = {n: v for n, v in config["text_config"].items() if n not in ("rope_parameters", "model_type")}
+        sections = {"text_config": inside} if kind == "qwen3_vl" else inside
+        config = {n: v for n, v in config.items() if n != "text_config"} | sections
+        (config["text_config"] if kind == "qwen3_vl" else config).update(rope_theta=5000.0, rope_scaling=POSITIONS)
+        path.write_text(json.dumps(config))
+    job = to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel(tp=2))
+    (lost,) = (text for fate, text in job.report.lines if fate is Fate.LOST)
+    assert lost.startswith("the model of images, ")
+    assert expected.abs().max() > 1
+    assert (run(pool, tmp_path / "mcore", Parallel(tp=2)).logits - expected).abs().max() < TOLERANCE
+    to(tmp_path / "mcore", tmp_path / "back", "hf")
+    back = loaded(tmp_path / "back")
+    assert type(back).__name__ == {"qwen3_vl": "Qwen3ForCausalLM"}.get(kind, "Qwen2ForCausalLM")
+    with torch.no_grad():
+        assert (back(TOKENS, use_cache=False).logits - expected).abs().max() < TOLERANCE
+    twice = tmp_path / "twice"
+    shutil.copytree(tmp_path / "hf", twice)
+    tensors = load_file(twice / "model.safetensors")
+    save_file(
+        {**tensors, "model.norm.weight": torch.rand(64), "model.language_model.norm.weight": torch.rand(64)},
+        twice / "model.safetensors",
+    )
+    with pytest.raises(
+        LayoutMismatch, match=r"norm\.weight and .*norm\.weight are both model\..*norm\.weight; expected one of them"
+    ):
+        to(twice, tmp_path / "of_twice", "megatron")
+    for framework in ("deepspeed", "dcp", "universal"):  # which hold all of it, under the names that it has in memory
+        to(tmp_path / "hf", tmp_path / framework, framework)
+        assert set(open_checkpoint(tmp_path / framework, ReadOptions()).model.shapes) == set(model.state_dict())
+        to(tmp_path / framework, tmp_path / f"of_{framework}", "hf")
+        assert different_tensors(tmp_path / "hf", tmp_path / f"of_{framework}") == []
+
+
+def test_a_bridges_model_of_images_is_no_damaged_one(tmp_path: Path) -> None:
+    """Under the names of mbridge 0.15.1, which verl runs: none of our formats has them."""
+    CASES["qwen3"].save(tmp_path / "hf")
+    to_megatron(tmp_path / "hf", tmp_path / "mcore", Parallel())
+    (path,) = tmp_path.glob("mcore/*/mp_rank_00/model_optim_rng.pt")
+    tree = torch.load(path, weights_only=False)
+    tree["model"] = {f"language_model.{name}": value for name, value in tree["model"].items()}
+    tree["model"]["vision_model.patch_embed.proj.weight"] = torch.rand(4, 3, 2, 2, 2)
+    torch.save(tree, path)
+    forget_where_it_came_from(str(tmp_path / "mcore"))
+    with pytest.raises(Unsupported, match=r"a model of images \(vision_model\.patch_embed\.proj\.weight, …\)"):
+        to(tmp_path / "mcore", tmp_path / "back", "hf")
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -272,10 +386,18 @@ def test_logits_are_those_of_transformers(name: str, pool: WorkerPool, tmp_path:
     forget_where_it_came_from(str(tmp_path / "mcore"))
     to(tmp_path / "mcore", tmp_path / "back", "hf")  # with a config that is made of args
     assert different_tensors(tmp_path / "hf", tmp_path / "back") == []
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    back = loaded(tmp_path / "back")
     assert back.config.model_type == (case.taken_for or case.kind)
     with torch.no_grad():
         assert torch.equal(back(TOKENS, use_cache=False).logits, expected)
+
+
+def loaded(folder: Path) -> Any:
+    """What transformers makes of a folder, whose ids of special tokens are those of a whole vocabulary where args made its config."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if (config.pad_token_id or 0) >= config.vocab_size:
+        config.pad_token_id = None
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config).eval()
 
 
 def different_tensors(a: Path, b: Path) -> list[str]:

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.reference
 
 SMALL = dict.fromkeys(("hidden_size", "q_lora_rank", "kv_lora_rank"), 32) | dict(
     intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=64, moe_intermediate_size=16,
-    num_experts=4, n_routed_experts=4, num_local_experts=4, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    num_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_routed_experts=4, num_local_experts=4,
+    qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
     shared_expert_intermediate_size=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
-FLAGS = ("attention_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "use_qk_norm")
+FLAGS = ("attention_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qk_norm")
 CASES = [
     (known.model_type, flag) for known in ARCHITECTURES for flag in FLAGS if flag in config_fields(known.model_type)
 ]

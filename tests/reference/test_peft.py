@@ -176,6 +176,47 @@ def test_a_merge_into_bf16_is_rounded_once(tmp_path: Path) -> None:
     assert errors[0] <= errors[1]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_an_adapter_of_a_model_of_images_is_merged_into_its_base(kind: str, tmp_path: Path) -> None:
+    """Whose modules have other names than the folder of Qwen2.5-VL; peft's own merge is the witness."""
+    torch.manual_seed(2)
+    text = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text |= {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+    }
+    vision |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {}
+    described = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    model = transformers.AutoModelForImageTextToText.from_config(described)
+    model.save_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "qkv"]))
+    with torch.no_grad():
+        for name, param in adapted.named_parameters():
+            param.copy_(torch.randn_like(param) * 0.3) if "lora_" in name else None
+    adapted.save_pretrained(tmp_path / "adapter")
+    convert_to(tmp_path / "adapter", tmp_path / "merged", "hf", merge_adapter=True, base_model=str(tmp_path / "base"))
+    found = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in adapted.merge_and_unload().state_dict().items():
+        assert torch.allclose(found[name], tensor, atol=1e-5), name
+    assert safetensors_names(tmp_path / "merged") == safetensors_names(tmp_path / "base")
+
+
+def safetensors_names(folder: Path) -> set[str]:
+    return set(load_file(folder / "model.safetensors"))
+
+
 def test_packed_experts_are_kept(tmp_path: Path) -> None:
     """transformers 5 packs experts, and peft adapts the packed parameters: ranks are multiples, and patterns say so."""
     convert_to(GOLDENS / "adapter_moe", tmp_path / "b", "peft")

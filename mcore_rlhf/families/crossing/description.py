@@ -28,10 +28,10 @@ from mcore_rlhf.models.huggingface.config import (
     config_of,
     refuse_inexpressible,
     sizes_of_config,
-    text_of,
 )
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.meaning import Kind, declared
 from mcore_rlhf.models.meaning.arguments import modern

@@ -19,9 +19,8 @@ from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, Source, scheduled_groups
-from mcore_rlhf.models.huggingface.config import packed_in
 
-from .packing import from_modules, repacked
+from .packing import is_in_memory, repacked
 from .schedule import BATCHES, PER_GROUP, in_ticks, ticks
 from .torchtitan import of_torchtitan, with_other_names
 
@@ -41,8 +40,7 @@ def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) 
     Raises:
         CheckpointError: See :func:`~.packing.repacked`.
     """
-    table = packed_in(config)
-    has_packed, wants_packed = (not from_modules(of.model.shapes, table).same for of in (source, like))
+    has_packed, wants_packed = (is_in_memory(of.model.shapes, config) for of in (source, like))
     return source if has_packed == wants_packed else repacked(source, config, packs_experts=wants_packed)
 
 

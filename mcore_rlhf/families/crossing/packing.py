@@ -15,10 +15,12 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.core.shares import Share, Shares
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.source import ParamGroup, Source
 from mcore_rlhf.models.huggingface.config import packed_in
 from mcore_rlhf.models.huggingface.relation import Link, shares_of_huggingface, shares_of_others
 from mcore_rlhf.models.huggingface.table import EXPERT, LAYER, Packed
+from mcore_rlhf.models.huggingface.texts import is_moved, name_in_memory, name_on_disk
 from mcore_rlhf.models.spec import REPLICATED, ParamSpec
 
 
@@ -133,6 +135,9 @@ def _check(found: Mapping[str, Shape], expected: Mapping[str, Shape]) -> None:
     problems.raise_if_any()
 
 
+_PLACED: Rule[Values] = Rule(
+    Fate.CHANGED, "names: those that transformers 5 has {where}, of text and images", dict, [Item(Kind.MODEL)]
+)
 _REPACKED: Rule[Values] = Rule(Fate.CHANGED, "experts: {how} ({old} → {new} tensors)", dict, [Item(Kind.MODEL)])
 
 
@@ -149,6 +154,7 @@ def repacked(source: Source, config: Mapping[str, object], *, packs_experts: boo
             differently.
     """
     table = packed_in(config)
+    source = _moved(source, config, in_memory=packs_experts)
     if not table:
         return source
     packing = (from_files if packs_experts else from_modules)(source.model.shapes, table)
@@ -162,6 +168,28 @@ def repacked(source: Source, config: Mapping[str, object], *, packs_experts: boo
     notes.through([_REPACKED], {"how": text, "old": len(source.model.params), "new": len(shapes)})
     seen = recast(replace(source, notes=notes), shares, shapes)
     return replace(seen, family=replace(ModuleState.needed(seen), packs_experts=packs_experts))
+
+
+def is_in_memory(shapes: Mapping[str, Shape], config: Mapping[str, object]) -> bool:
+    """Whether tensors are called as in memory, of those that have other names on disk.
+
+    Args:
+        shapes: Of the tensors.
+        config: The model's description.
+    """
+    moved = is_moved(config) and any(name_on_disk(name) != name for name in shapes)
+    return moved or not from_modules(shapes, packed_in(config)).same
+
+
+def _moved(source: Source, config: Mapping[str, object], *, in_memory: bool) -> Source:
+    """The source under names in memory, or on disk, of a model of images whose folders have others than its modules."""
+    rename = name_in_memory if in_memory else name_on_disk
+    if not is_moved(config) or all(rename(spec.name) == spec.name for spec in source.model.params):
+        return source
+    seen = renamed(source, rename)
+    source = replace(seen, family=replace(ModuleState.needed(seen), packs_experts=in_memory))
+    source.notes.through([_PLACED], {"where": "in memory" if in_memory else "on disk"})
+    return source
 
 
 def recast(source: Source, shares: Shares, shapes: Mapping[str, Shape]) -> Source:

@@ -20,16 +20,10 @@ from mcore_rlhf.families.sidecar import ORIGIN, WAITS, FormerFamily, origin_of_m
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface import ARCHITECTURES
-from mcore_rlhf.models.huggingface.config import (
-    architecture_of,
-    doubts,
-    expresses,
-    sizes_of_args,
-    sizes_of_config,
-    text_of,
-)
+from mcore_rlhf.models.huggingface.config import architecture_of, doubts, expresses, sizes_of_args, sizes_of_config
 from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import Architecture, Sizes
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec

@@ -28,6 +28,7 @@ from mcore_rlhf.models.huggingface.config import architecture_of, doubts, sizes_
 from mcore_rlhf.models.huggingface.relation import Relation, from_huggingface
 from mcore_rlhf.models.huggingface.rotary_fields import is_frequencies
 from mcore_rlhf.models.huggingface.table import EXPERTS, MTP_MODEL_LAYER, TRANSFORMER_ENGINE, Architecture, Sizes
+from mcore_rlhf.models.huggingface.texts import is_of_images, name_in_text
 from mcore_rlhf.models.megatron import Traits, is_buffer, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 
@@ -56,7 +57,6 @@ _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _NEXT_LAYER = re.compile(r"mtp\.layers\.(\d{1,18})\.")
 """The beginning of a name in a layer of multi-token prediction."""
 
-_TEXT, _IMAGES = "model.language_model.", "model.visual."
 _ENGINE_VALUES = ("skipped_steps", "ds_version")
 """What DeepSpeed counts for itself."""
 _IN_LAYER = re.compile(r"model\.layers\.(\d{1,18})\.(.*)")
@@ -110,18 +110,11 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
 
 
 def _text_alone(source: Source) -> Source:
-    """The source without its model of images, where it has one, and its text under the names of a model of text.
-
-    Source: transformers 5.23.0, ``conversion_mapping.py``: so does a class of text alone read such a folder.
-    """
-    if source.model.get(f"{_TEXT}embed_tokens.weight") is None:
+    """The source without its model of images, where it has one, and its text under the names of a model of text."""
+    gone = [spec.name for spec in source.model.params if is_of_images(spec.name)]
+    if not gone and all(name_in_text(spec.name) == spec.name for spec in source.model.params):
         return source
-
-    def of_text(name: str) -> str | None:
-        return None if name.startswith(_IMAGES) else re.sub(f"^{re.escape(_TEXT)}", "model.", name)
-
-    gone = [spec.name for spec in source.model.params if of_text(spec.name) is None]
-    source = renamed(source, of_text)
+    source = renamed(source, lambda name: None if is_of_images(name) else name_in_text(name))
     source.notes.through([_WITHOUT_IMAGES], gone)
     return source
 

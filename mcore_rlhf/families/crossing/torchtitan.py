@@ -8,8 +8,9 @@ from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.module import ModuleState, described
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.models.huggingface.config import sizes_of_config, text_of
+from mcore_rlhf.models.huggingface.config import sizes_of_config
 from mcore_rlhf.models.huggingface.relation import shares_of_huggingface, shares_of_others
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.torchtitan import OLDER, huggingface_name, links_of, own_name, release_of
 
 from .packing import recast

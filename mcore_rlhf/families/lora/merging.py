@@ -55,7 +55,7 @@ def merged(
     if write.base_model is None:
         return opened, Merge(adapter, adapter, write, config).source(opened.root), left
     base = open_base(left)
-    if config.values.get("target_parameters"):
+    if config.values.get("target_parameters") or any(_IN_MEMORY in name for name in adapter.model.shapes):
         base = _packed(base)
     _check_base(adapter, base)
     here, there = _side_by_side(adapter, base)
@@ -83,6 +83,10 @@ _UNCHECKED: Rule[Source] = Rule(
 _CHECKED: Rule[Source] = Rule(
     Fate.NOTE, "{0.root} is the base on which the adapter was trained: their fingerprints are equal"
 )
+
+
+_IN_MEMORY = "model.language_model."
+"""What names of the text of a model of images have in memory, some of which have others on disk."""
 
 
 def _check_base(adapter: Source, base: Source) -> None:

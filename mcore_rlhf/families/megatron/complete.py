@@ -1,6 +1,7 @@
 """What a model under Megatron's names lacks, as its own other names say: no file lists what should be there.
 
-Source: megatron-core 0.19.2, ``core/models/gpt/gpt_model.py``, ``core/transformer/transformer_block.py``.
+Sources: megatron-core 0.19.2, ``core/models/gpt/gpt_model.py``, ``core/transformer/transformer_block.py``; of models of images
+mbridge 0.15.1, ``mbridge/models/qwen2_5_vl/__init__.py``; mcore_bridge 1.6.5, ``mcore_bridge/model/mm_gpt_model.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _TOGETHER = (
 """A layer with the first has one of the second; a kind that all layers have lost is missed by this alone."""
 _OF_ADAPTER = ".adapter."
 """What Megatron-Bridge adds to a layer, and saves alone."""
+_INSIDE = "language_model."
+"""What bridges put before the names of a model's text, where it is of images as well."""
 _FINAL_NORM = re.compile(r"^decoder\.final_(layer)?norm\.weight$")
 
 
@@ -82,7 +85,17 @@ def lacking(names: Collection[str], args: Arguments) -> Iterator[str]:
     Args:
         names: Every parameter of the whole model.
         args: The run's.
+
+    Raises:
+        Unsupported: It is a model of images.
     """
+    if f"{_INSIDE}{EMBEDDING}" in names:
+        beside = next((name for name in names if not name.startswith(_INSIDE)), None)
+        raise Unsupported(
+            f"a model of images{f' ({beside}, …)' if beside else ''}, whose text lies below {_INSIDE.removesuffix('.')}: "
+            "a GPTModel alone is known\n"
+            "Nothing is wrong with it. Have the trainer that wrote it export it under Hugging Face's names, which every format here takes."
+        )
     names = dict.fromkeys(
         sorted(name for name in names if _OF_ADAPTER not in name)
     )  # looked up, and gone through in order

@@ -12,7 +12,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import PipelineSplit, chunks_in_option, model_chunks, split_from_option
 from mcore_rlhf.layouts.tensor import padded_vocab_size, repadded
-from mcore_rlhf.models.huggingface.config import text_of
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.hybrid import STAGE, heads_to_divide
 
 from .arguments import DISTRIBUTED, LAYER_WISE, PATTERNS, PLAIN, Arguments

@@ -22,7 +22,8 @@ from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERE
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.huggingface.config import misfits, sizes_of_config, text_of
+from mcore_rlhf.models.huggingface.config import misfits, sizes_of_config
+from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.models.torchtitan import OWN_NAMES, release_of
 from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor

@@ -126,6 +126,46 @@ def every_other(config: Values, layers: int) -> frozenset[int]:
     return frozenset(range(0, layers, 2))
 
 
+def every(_: Values, layers: int) -> frozenset[int]:
+    """Ministral's rule: all of them."""
+    return frozenset(range(layers))
+
+
+def without_positions(config: Values, layers: int) -> frozenset[int]:
+    """SmolLM3's rule: the layers without positions."""
+    said, interval = config.get("no_rope_layers"), integer(config, "no_rope_layer_interval") or 4
+    if said is None:
+        return frozenset(number for number in range(layers) if (number + 1) % interval == 0)
+    if not isinstance(said, list) or len(said) < layers or not all(isinstance(one, int) for one in said):
+        raise Unsupported(f"config.json: no_rope_layers {said!r:.80}: expected a number for each of {layers} layers")
+    return frozenset(number for number in range(layers) if not said[number])
+
+
+_NO_ROPE = "no_rope_freq"
+
+
+def _no_positions_args(config: Values) -> dict[str, object]:
+    layers = integer(config, "num_hidden_layers")
+    none = without_positions(config, layers)
+    return {_NO_ROPE: [int(number in none) for number in range(layers)] if none else None}
+
+
+def _no_positions_config(args: Values) -> dict[str, object]:
+    said, layers = args.get(_NO_ROPE), integer(args, "num_layers")
+    if isinstance(said, int) and said > 0:
+        said = [int((number + 1) % said == 0) for number in range(layers)]
+    none = said if isinstance(said, list | tuple) else [0] * layers
+    return {"no_rope_layers": [int(not one) for one in none]}
+
+
+NO_POSITIONS = Field(
+    ("no_rope_layers", "no_rope_layer_interval"), (_NO_ROPE,), _no_positions_args, _no_positions_config
+)
+"""Which layers have no rotary positions: in ``config.json`` 1 stands for those that have them, in Megatron's list for those that have none.
+
+Sources: transformers 5.23.0, ``models/smollm3/configuration_smollm3.py``; megatron-core 0.19.2, ``transformer/transformer_config.py``.
+"""
+
 _NUMBERED = (last_layers, every_other_layer)
 """Rules that look at ``max_window_layers``."""
 
@@ -144,9 +184,7 @@ def window(*, switch: bool = False, rule: Windowed | None = None) -> Field:
 
     def args(config: Values) -> dict[str, object]:
         size, layers = config.get("sliding_window"), integer(config, "num_hidden_layers")
-        windowed = (
-            frozenset[int]() if switch and not config.get("use_sliding_window") else _sliding(config, layers, rule)
-        )
+        windowed = _where(config, layers, switch, rule)
         if not isinstance(size, int) or size <= 0 or not windowed:
             return {_SIZE: None, _LAYERS: None}
         some = None if len(windowed) == layers else [int(number in windowed) for number in range(layers)]
@@ -159,7 +197,7 @@ def window(*, switch: bool = False, rule: Windowed | None = None) -> Field:
             if rule is every_other:  # its class wants a number even where no layer has a window, and has a default
                 return {"layer_types": [_FULL] * layers}
             off: dict[str, object] = {"use_sliding_window": False} if switch else {"sliding_window": None}
-            return off if rule is None else {**off, "max_window_layers": layers}
+            return {**off, "max_window_layers": layers} if rule in _NUMBERED else off
         if rule is None and len(windowed) < layers:
             raise Unsupported(
                 f"args: {_LAYERS} gives {_SIZE} {args[_SIZE]} to {len(windowed)} of {layers} layers, and transformers to all"
@@ -182,6 +220,21 @@ def window(*, switch: bool = False, rule: Windowed | None = None) -> Field:
     return Field(names, (_SIZE, _LAYERS), args, config)
 
 
+def _where(config: Values, layers: int, switch: bool, rule: Windowed | None) -> frozenset[int]:
+    """The layers with a window, of which there are none where it is switched off.
+
+    Raises:
+        Unsupported: A layer is of a kind that is not known, or sees no token at all.
+    """
+    if not switch or config.get("use_sliding_window"):
+        return _sliding(config, layers, rule)
+    if rule is every_other_layer and _sliding(config, layers, lambda *_: frozenset()):
+        raise Unsupported(
+            "config.json: layer_types has sliding_attention, but use_sliding_window is false: transformers takes a window of 0 there"
+        )
+    return frozenset()
+
+
 def _sliding(config: Values, layers: int, rule: Windowed | None) -> frozenset[int]:
     """The layers with a window where there is one.
 
@@ -190,6 +243,10 @@ def _sliding(config: Values, layers: int, rule: Windowed | None) -> frozenset[in
     """
     kinds = config.get("layer_types") if rule is not None else None
     if isinstance(kinds, list):
+        if len(kinds) != layers:
+            raise Unsupported(
+                f"config.json: layer_types has {len(kinds)} kinds, expected one for each of {layers} layers"
+            )
         strange = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
         if strange:
             raise Unsupported(f"config.json: layer_types has {strange[0]}, and Megatron knows {_SLIDING} and {_FULL}")

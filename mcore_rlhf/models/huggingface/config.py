@@ -19,13 +19,14 @@ from mcore_rlhf.models.meaning.declared import arguments, complete, config_field
 from mcore_rlhf.models.meaning.kinds import Field
 from mcore_rlhf.models.meaning.lookup import inexpressible_arguments, inexpressible_fields
 
-from . import ARCHITECTURES, REFUSED, TEXTS
+from . import ARCHITECTURES, REFUSED
 from .attention_fields import GROUPED_HEADS, delta_layers
 from .dense import FIELDS
 from .expert_fields import doubt_about_groups, mixture_layers
 from .fields import integer
 from .relation import HOW_TO_ADD, Filled, filled
 from .table import LOCAL, SEQUENTIAL, Architecture, Packed, Sizes, Spelling
+from .texts import is_moved, name_in_text
 
 Config = Mapping[str, object]
 
@@ -77,18 +78,6 @@ class Build:
     head: str = _CAUSAL
 
 
-def text_of(config: Config) -> Config:
-    """The description of the text where a model is of text and images and its text is known by itself; otherwise what it is.
-
-    Source: transformers 5.23.0, ``models/{qwen3_5,qwen3_5_moe}/configuration_*.py``.
-    """
-    known, inside = TEXTS.get(str(config.get("model_type"))), config.get("text_config")
-    if known is None or not isinstance(inside, Mapping):
-        return config
-    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-    return {**inside, **tied, "model_type": known.model_type, "architectures": [known.class_name]}
-
-
 def architecture_of(config: Config) -> tuple[Architecture, ...]:
     """The architectures that a ``config.json`` may mean: one, or all where it does not say.
 
@@ -130,6 +119,11 @@ def packed_in(config: Config) -> tuple[Packed, ...]:
     """What of a model is packed in memory and not on disk; nothing where nobody says which it is, since others pack differently."""
     known = known_architecture(config)
     return () if known is None else known.packed
+
+
+def is_other_in_memory(config: Config) -> bool:
+    """Whether some of a model is packed, or called otherwise, in memory and not on disk."""
+    return bool(packed_in(config)) or is_moved(config)
 
 
 def _of_class(config: Config) -> Architecture | None:
@@ -306,7 +300,8 @@ def built(known: Architecture, build: Build) -> dict[str, object]:
     config["tie_word_embeddings"] = build.tied
     if build.head.endswith("Classification"):
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
-    said = {"qkv_bias": build.biased, "attention_bias": build.biased, "mlp_bias": build.mlp_biased}
+    said = dict.fromkeys(("qkv_bias", "attention_bias"), build.biased)
+    said |= dict.fromkeys(("mlp_bias", "use_bias"), build.mlp_biased)
     declared = config_fields(known.model_type)  # Qwen2 always has biases, Mistral's two never: their classes do not say
     return config | {name: value for name, value in said.items() if name in declared}
 
@@ -399,6 +394,7 @@ def misfits(config: Mapping[str, object], shapes: Mapping[str, Shape], *, whole:
         (known,), sizes = architecture_of(config), sizes_of_config(config)
     except (CheckpointError, ValueError):
         return
+    shapes = {name_in_text(name): shape for name, shape in shapes.items()}
     layers = max((int(match[1]) for name in shapes if (match := _LAYER.match(name))), default=-1) + 1
     spelling = Spelling(known.implementation or LOCAL, SEQUENTIAL)
     rows = tuple(filled(known, replace(sizes, mtp=max(0, layers - sizes.layers)), spelling))
@@ -426,6 +422,7 @@ def foreign_names(config: Mapping[str, object], shapes: Collection[str]) -> str:
         (known,), sizes = architecture_of(config), sizes_of_config(config)
     except (CheckpointError, ValueError):
         return ""
+    shapes = [name_in_text(name) for name in shapes]
     rows = filled(known, sizes, Spelling(known.implementation or LOCAL, SEQUENTIAL))
     own = {tensor for row in rows for tensor in row.tensors}
     if not shapes or own.intersection(shapes) or any(name.endswith(_PACKED) for name in shapes):

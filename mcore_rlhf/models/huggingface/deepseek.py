@@ -26,10 +26,8 @@ def _row(megatron: str, huggingface: str, shape: tuple[str, ...], *needs: str) -
     return Row(f"{_LAYER}{megatron}", (HfTensor(f"{_HF}{huggingface}", shape),), needs=needs)
 
 
-_INPUT_NORM = replace(dense.INPUT_NORM, needs=())
-"""Transformer Engine keeps it apart here."""
-
-_ATTENTION = (
+ATTENTION = (
+    replace(dense.INPUT_NORM, needs=()),  # Transformer Engine keeps it apart here
     _row("linear_proj.weight", "o_proj.weight", ("hidden", "v_rows")),
     _row("linear_q_proj.weight", "q_proj.weight", ("latent_q_rows", "hidden"), "full_q"),
     _row("linear_q_down_proj.weight", "q_a_proj.weight", ("q_lora", "hidden"), "q_lora"),
@@ -42,14 +40,14 @@ _ATTENTION = (
     _row("kv_layernorm.weight", "kv_a_layernorm.weight", ("kv_lora",), LOCAL),
 )
 
-_ATTENTION_ORDER = tuple(
+ATTENTION_ORDER = tuple(
     f"{_HF}{name}.weight"
     for name in (
         "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj",
     )
 )  # fmt: skip
 
-_ATTENTION_FIELDS: tuple[Field, ...] = (
+ATTENTION_FIELDS: tuple[Field, ...] = (
     *dense.COMMON,
     same("q_lora_rank", "q_lora_rank", says_none=True),
     same("kv_lora_rank", "kv_lora_rank"),
@@ -97,13 +95,12 @@ _SOFTMAX_ROUTING: tuple[Field, ...] = (
 
 def _order(*gate: str) -> tuple[str, ...]:
     return dense.in_order(
-        *mtp.ORDER, *_ATTENTION_ORDER, *dense.MLP, *moe.EXPERT_ORDER, *gate, *moe.shared_order("mlp.shared_experts")
+        *mtp.ORDER, *ATTENTION_ORDER, *dense.MLP, *moe.EXPERT_ORDER, *gate, *moe.shared_order("mlp.shared_experts")
     )
 
 
 _V2_LAYER = (
-    _INPUT_NORM,
-    *_ATTENTION,
+    *ATTENTION,
     *moe.DENSE_MLP,
     moe.NORM,
     moe.ROUTER,
@@ -111,8 +108,7 @@ _V2_LAYER = (
     *moe.SHARED,
 )
 _V3_LAYER = (
-    _INPUT_NORM,
-    *_ATTENTION,
+    *ATTENTION,
     *moe.DENSE_MLP,
     moe.NORM,
     moe.ROUTER,
@@ -126,7 +122,7 @@ DEEPSEEK_V2 = Architecture(
     "DeepseekV2ForCausalLM",
     (dense.EMBEDDING, *_V2_LAYER, dense.FINAL_NORM, *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*_ATTENTION_FIELDS, latent_rotary(), *_SOFTMAX_ROUTING),
+    (*ATTENTION_FIELDS, latent_rotary(), *_SOFTMAX_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )
@@ -136,7 +132,7 @@ DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     (dense.EMBEDDING, *_V3_LAYER, dense.FINAL_NORM, *mtp.rows(_V3_LAYER), *dense.HEADS),
     _order(*moe.ROUTER_ORDER),
-    (*_ATTENTION_FIELDS, latent_rotary(interleaved=True), *SIGMOID_ROUTING),
+    (*ATTENTION_FIELDS, latent_rotary(interleaved=True), *SIGMOID_ROUTING),
     moe.PACKED,
     moe.NEEDS,
 )

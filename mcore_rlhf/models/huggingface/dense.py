@@ -2,18 +2,20 @@
 
 Sources: transformers 5.23.0, ``models/{llama,qwen2,qwen3}/modeling_*.py``; megatron-core 0.16.1, ``models/gpt/gpt_model.py``,
 ``transformer/{attention,mlp,transformer_layer}.py``, ``extensions/transformer_engine.py``. No row is permuted for rotary
-embeddings: both sides rotate halves.
+embeddings: both sides rotate halves, or pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from mcore_rlhf.models.meaning.kinds import Field
+from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.models.meaning.kinds import Field, Values
 
 from .attention_fields import GROUPED_HEADS
 from .fields import always, only, same, unused
-from .rotary_fields import rotary
+from .rotary_fields import rope_of, rope_type, rotary
 from .table import DENSE, LOCAL, TRANSFORMER_ENGINE, Arrangement, HfTensor, Row
 
 _LAYER = "decoder.layers.{i}."
@@ -131,3 +133,15 @@ COMMON: tuple[Field, ...] = (*OF_ANY, SILU, always("swiglu", True), always("laye
 
 FIELDS: tuple[Field, ...] = (*COMMON, GROUPED_HEADS, rotary())
 """The same with the usual attention."""
+
+
+def in_pairs(fields: Iterable[Field]) -> tuple[Field, ...]:
+    """The same where positions rotate what lies side by side, and not the two halves of a head."""
+
+    def args(config: Values) -> dict[str, object]:
+        if rope_type(rope_of(config)) == "yarn":
+            raise Unsupported("config.json: YaRN that rotates pairs; Megatron's rotates halves alone, and stops")
+        return {"rotary_interleaved": True}
+
+    pairs = replace(always("rotary_interleaved", True), args=args)
+    return tuple(pairs if field.arguments == pairs.arguments else field for field in fields)

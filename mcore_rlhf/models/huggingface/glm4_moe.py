@@ -1,6 +1,7 @@
 """GLM-4.5: the first layers dense, sigmoid routing with a correction bias, shared experts, half of a head rotated.
 
-GLM-4.7-Flash (``glm4_moe_lite``) has DeepSeek-V3's layers. Source: transformers 5.23.0, ``models/glm4_moe_lite``.
+GLM-4.7-Flash (``glm4_moe_lite``) has DeepSeek-V3's layers. Solar Open has GLM-4.5's, all of them mixtures, without norms of heads.
+Source: transformers 5.23.0, ``models/{glm4_moe,glm4_moe_lite,solar_open}``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from . import dense, moe, mtp
 from .attention_fields import GROUPED_HEADS, NO_WINDOW
 from .deepseek import DEEPSEEK_V3, SIGMOID_ROUTING
 from .expert_fields import FIRST_DENSE, SPARSE_LIST
-from .fields import same
+from .fields import always, same
 from .rotary_fields import rotary
 from .table import Architecture
 
@@ -61,3 +62,18 @@ GLM4_MOE_LITE = replace(
     class_name="Glm4MoeLiteForCausalLM",
     fields=tuple(SPARSE_LIST if field is FIRST_DENSE else field for field in DEEPSEEK_V3.fields),
 )
+
+_ALL_MIXTURES = [field for field in SIGMOID_ROUTING if field is not FIRST_DENSE]
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    class_name="SolarOpenForCausalLM",
+    rows=tuple(
+        row for row in GLM4_MOE.rows if row.megatron.startswith(("decoder.", "embedding.", "output_layer."))
+        and row.megatron not in (dense.Q_NORM.megatron, dense.K_NORM.megatron) and row not in moe.DENSE_MLP
+    ),
+    fields=(
+        *dense.MIXTURES_ALONE, dense.SILU, always("swiglu", True), always("layernorm_zero_centered_gamma", False), GROUPED_HEADS,
+        rotary(partial=True), NO_WINDOW, *_ALL_MIXTURES, always("moe_layer_freq", 1), always("qk_layernorm", False),
+    ),
+)  # fmt: skip

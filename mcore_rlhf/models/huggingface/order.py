@@ -15,9 +15,10 @@ from itertools import groupby
 from mcore_rlhf.errors import Unsupported
 
 from . import ARCHITECTURES
-from .config import known_architecture, text_of
+from .config import known_architecture
 from .relation import HOW_TO_ADD
 from .table import EXPERT, LAYER, NEXT, Architecture
+from .texts import text_of
 
 BUFFERS = ("e_score_correction_bias",)
 """Ends of the names of tensors that lie in the files beside parameters and are none.

@@ -35,7 +35,7 @@ from .table import (
 )
 
 _OF_ALL = (Arrangement.SLICE, Arrangement.IN_TURN)
-_MIXED = (Arrangement.GATED, Arrangement.DELTA)
+_MIXED = (Arrangement.FUSED, Arrangement.GATED, Arrangement.DELTA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,7 @@ class Filled:
         """
         if self.row.arrangement in _MIXED:
             at = 0
-            for tensor, first, rows in (self._gated if self.row.arrangement is Arrangement.GATED else self._delta)(
-                sizes
-            ):
+            for tensor, first, rows in self._mixed(sizes):
                 rest = self.tensors[tensor][1:]
                 zero = (0,) * len(rest)
                 yield Link(tensor, Box((first, *zero), (rows, *rest)), self.name, Box((at, *zero), (rows, *rest)))
@@ -138,8 +136,22 @@ class Filled:
                 yield Link(tensor, Box((block * rows, *rest), part), self.name, Box((at, *rest), part))
                 at += rows
 
-    def _gated(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+    def _mixed(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
         """Tensor, first row and number of rows of each part of the parameter, from its first row on."""
+        if self.row.arrangement is Arrangement.FUSED:
+            return self._fused(sizes)
+        return self._gated(sizes) if self.row.arrangement is Arrangement.GATED else self._delta(sizes)
+
+    def _fused(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+        """The same for a tensor of queries, keys and values."""
+        (tensor,), queries = self.tensors, sizes.q_rows // sizes.groups
+        for group in range(sizes.groups):
+            yield tensor, group * queries, queries
+            for part in range(2):
+                yield tensor, sizes.q_rows + part * sizes.k_rows + group * sizes.head, sizes.head
+
+    def _gated(self, sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+        """The same for queries with gates."""
         query, key, value = self.tensors
         heads, width = sizes.heads // sizes.groups, sizes.head
         for group in range(sizes.groups):

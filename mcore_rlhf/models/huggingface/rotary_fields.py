@@ -117,13 +117,17 @@ def _mscale_for(wanted: float, factor: float) -> float:
     return (wanted - 1.0) / (0.1 * math.log(factor))
 
 
-def _rotary_args(config: Values, partial: bool) -> dict[str, object]:
+def _rotary_args(config: Values, partial: bool, scalable: bool) -> dict[str, object]:
     rope = rope_of(config)
     kind, percent = rope_type(rope), number(rope, "partial_rotary_factor", 1.0) if partial else 1.0
     said: dict[str, object] = {
         "rotary_base": _base(rope), "rotary_percent": percent, "use_rope_scaling": kind == "llama3",
         "position_embedding_type": "yarn" if kind == "yarn" else "rope",
     }  # fmt: skip
+    if kind != "default" and not scalable:
+        raise Unsupported(
+            f"config.json: rotary embeddings of type {kind} are the class's own; Megatron's GPT has no such"
+        )
     if kind == "llama3":
         _check_llama3(rope)
         said["rope_scaling_factor"] = number(rope, "factor", 8.0)
@@ -139,7 +143,7 @@ def _rotary_args(config: Values, partial: bool) -> dict[str, object]:
     return said
 
 
-def _rotary_config(args: Values, partial: bool, scaled: bool) -> dict[str, object]:
+def _rotary_config(args: Values, partial: bool, scaled: bool, scalable: bool) -> dict[str, object]:
     config: dict[str, object] = {"rope_theta": float(number(args, "rotary_base", 10000))}
     percent = number(args, "rotary_percent", 1.0)
     if partial:
@@ -149,12 +153,14 @@ def _rotary_config(args: Values, partial: bool, scaled: bool) -> dict[str, objec
     scalings = _scalings(args)
     if len(scalings) > 1:
         raise Unsupported(f"args: {' and '.join(scalings)} at once; config.json has one type of rotary positions")
+    if scalings and not scalable:
+        raise Unsupported(f"args: {', '.join(scalings)}, and transformers' class does not scale positions so")
     for scaling in scalings.values() or ([{"rope_type": "default"}] if scaled else []):
         config["rope_scaling"] = scaling
     return config
 
 
-def rotary(*, partial: bool = False, scaled: bool = False) -> Field:
+def rotary(*, partial: bool = False, scaled: bool = False, scalable: bool = True) -> Field:
     """Rotary positions: their base, the part of a head that has them, and how they are scaled.
 
     ``config.json`` gets ``rope_theta`` and ``rope_scaling``, which transformers before and since version 5 reads.
@@ -162,12 +168,13 @@ def rotary(*, partial: bool = False, scaled: bool = False) -> Field:
     Args:
         partial: Whether the class looks at ``partial_rotary_factor``.
         scaled: Whether the class scales positions unless its ``config.json`` says that it does not.
+        scalable: Whether the class scales positions in a way that Megatron has.
     """
     return Field(
         (*ROPE_NAMES, *(["partial_rotary_factor"] if partial else [])),
         _ROTARY,
-        lambda config: _rotary_args(config, partial),
-        lambda args: _rotary_config(args, partial, scaled),
+        lambda config: _rotary_args(config, partial, scalable),
+        lambda args: _rotary_config(args, partial, scaled, scalable),
     )
 
 
@@ -240,6 +247,10 @@ def _latent_args(config: Values, interleaved: bool) -> dict[str, object]:
     if interleaved and config.get("rope_interleave", True) is False:
         raise Unsupported(
             "config.json: rope_interleave is false; Megatron's latent attention takes pairs that lie side by side"
+        )
+    if number(rope, "partial_rotary_factor", 1.0) != 1.0:
+        raise Unsupported(
+            f"config.json: partial_rotary_factor {rope['partial_rotary_factor']}; Megatron's latent attention rotates all of its part"
         )
     said: dict[str, object] = {"rotary_base": _base(rope), "rotary_percent": 1.0}
     if kind == "default":

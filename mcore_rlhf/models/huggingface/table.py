@@ -124,6 +124,16 @@ class Sizes:
         return self.groups * self.head
 
     @property
+    def qkv_rows(self) -> int:
+        """Rows of all queries, keys and values."""
+        return self.q_rows + 2 * self.k_rows
+
+    @property
+    def gate_up_rows(self) -> int:
+        """Rows of gate and up."""
+        return 2 * self.ffn
+
+    @property
     def latent_q_rows(self) -> int:
         """Rows of all queries under latent attention."""
         return self.heads * (self.nope + self.rope)
@@ -187,6 +197,7 @@ class Arrangement(Enum):
     SAME = "one tensor, all rows in the same order"
     STACKED = "all rows of the first, then all rows of the second, ..."
     GROUPED = "for every query group: its query heads, its key head, its value head"
+    FUSED = "the same, of one tensor with all query heads, then all key heads, then all value heads"
     GATED = "for every query group: its query heads, their gates, its key head, its value head; each gate lies behind its query"
     DELTA = "every part of all key heads, then the next part; where for every key head all its parts lie together"
     EXPERTS = "for every expert all rows of the first, then of the second, ...; transposed"

@@ -13,8 +13,8 @@ from .arguments import OTHER_ARGUMENTS
 from .kinds import Field, Kind, Meaning, Values, by_name, equal
 
 _TRAINING = """
-aux_loss_alpha classifier_dropout embd_pdrop hidden_dropout output_router_logits pretraining_tp resid_pdrop residual_dropout
-router_aux_loss_coef router_jitter_noise seq_aux
+aux_loss_alpha classifier_dropout embd_pdrop embedding_initializer_range hidden_dropout output_router_logits pretraining_tp
+resid_pdrop residual_dropout router_aux_loss_coef router_jitter_noise seq_aux
 """
 _EXECUTION = """
 attn_implementation _attn_implementation chunk_size_feed_forward dtype ep_size output_attentions output_hidden_states
@@ -29,7 +29,7 @@ summary_activation task_specific_params tokenizer_class transformers_version unk
 
 OF_TENSORS = {
     "vocab_size": "vocab_size", "tie_word_embeddings": "untie_embeddings_and_output_weights",
-    "attention_bias": "add_qkv_bias", "qkv_bias": "add_qkv_bias", "mlp_bias": "add_bias_linear",
+    "attention_bias": "add_qkv_bias", "qkv_bias": "add_qkv_bias", "mlp_bias": "add_bias_linear", "use_bias": "add_bias_linear",
 }  # fmt: skip
 """Fields that say what the tensors say as well, each with Megatron's argument for it; the tensors decide."""
 

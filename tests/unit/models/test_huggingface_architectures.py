@@ -305,7 +305,10 @@ def test_an_architecture_is_found_by_its_tensors(kind: str) -> None:
         name: shape for name, shape in relation.megatron.items() if not rows[name] or name == "output_layer.weight"
     }
     found = from_megatron(shapes, fitting(known, SIZES)).architecture
-    same = {"mistral": "llama", "seed_oss": "qwen2", "glm4_moe_lite": "deepseek_v3"}
+    same = {
+        "mistral": "llama", "ministral": "llama", "smollm3": "llama", "ernie4_5": "llama", "glm": "llama", "phi3": "llama",
+        "seed_oss": "qwen2", "glm4_moe_lite": "deepseek_v3", "dots1": "glm4_moe",
+    }  # fmt: skip
     assert found.model_type == same.get(kind, kind)
 
 
@@ -453,6 +456,58 @@ def test_those_that_megatron_cannot_express_are_refused_with_the_reason(kind: st
         Unsupported, match=f"model_type {kind} has no relation to Megatron-core's GPT: .*\nKnown are qwen2"
     ):
         architecture_of({"model_type": kind})
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "why"),
+    [
+        (
+            "deepseek_v3",
+            {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5; Megatron's latent",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "type yarn are the class's own",
+        ),  # longrope's name there
+        ("phi3", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "type longrope are the class's own"),
+        (
+            "qwen2_moe",
+            {"layer_types": ["sliding_attention"] * 3},
+            "use_sliding_window is false: transformers takes a window of 0",
+        ),
+        ("smollm3", {"no_rope_layers": "1111"}, "no_rope_layers '1111': expected a number for each of 3 layers"),
+        (
+            "ministral",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 kinds, expected one for each of 3 layers",
+        ),
+        ("ernie4_5", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "YaRN that rotates pairs"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers .1.: expected a number for each of 3 layers"),
+    ],
+)
+def test_a_config_that_megatron_does_not_compute_is_refused(kind: str, said: dict[str, Any], why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        args_of({**config_for("deepseek_v3"), "model_type": kind, "num_hidden_layers": 3, **said}, KNOWN[kind], Build())
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "why"),
+    [
+        ("phi3", {"use_rope_scaling": True}, "use_rope_scaling, and transformers' class does not scale positions so"),
+        (
+            "ernie4_5",
+            {"rotary_interleaved": False},
+            "rotary_interleaved is False, and transformers computes as with True",
+        ),
+        ("llama", {"no_rope_freq": [0, 1, 0]}, "no_rope_freq is .*these could say it: SmolLM3ForCausalLM"),
+    ],
+)
+def test_arguments_that_a_class_does_not_compute_are_refused(kind: str, said: dict[str, Any], why: str) -> None:
+    args = args_of({**config_for("qwen3"), "model_type": kind}, KNOWN[kind], Build()) | said
+    with pytest.raises(Unsupported, match=why):
+        config_of(args, sizes_of_args(args, 61), KNOWN[kind], Build())
 
 
 @pytest.mark.parametrize("kind", [{"llama": 1}, ["llama"], 3, True])
