@@ -31,7 +31,7 @@ from .run.candidates import Resume
 from .run.events import EVENTS_NAME, EventLog
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
-from .run.root import RootLock, open_root
+from .run.root import RootLock, open_root, remove_small
 from .run.together import GOES_AFTER, Together, Write, damage_of_share
 from .run.world import World
 from .trainer_root import TrainerRoot
@@ -365,7 +365,7 @@ class TrainerSteps:
             return
         make_folder(self.root.path)
         self._lock = RootLock(self.root.path)
-        for line in self.root.clean_up():
+        for line in [*self.root.clean_up(), *remove_small(self.root.path)]:
             self.reporter.say("clean", None, line)
 
     def close(self) -> None:
