@@ -91,9 +91,8 @@ class CommittedCheckpointManager(CheckpointManager):
             self._steps = TrainerSteps(self.folder, "torchtitan", _options(config))
             self._loop = self.states.get("train_state")
             catch = config.catch_signals and callable(getattr(self._loop, _GOES_ON, None))
-            self._decisions = Decisions(
-                self._steps.world, ManagerOptions(catch_signals=catch, read_only=self.load_only)
-            )
+            options = ManagerOptions(on_error=config.on_error, catch_signals=catch, read_only=self.load_only)
+            self._decisions = Decisions(self._steps.world, options, self._steps.reporter)
             self._decisions.listen()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

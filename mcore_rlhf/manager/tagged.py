@@ -109,6 +109,7 @@ class Tags:
             Exception: What the trainer's code raised, on the rank that it did; a CheckpointError on all others. Nothing is published.
         """
         started = time.monotonic()
+        self.world.meet()
         target = self._folder(root, tag)
         others: dict[str, bytes] = {}
         folder = Together(

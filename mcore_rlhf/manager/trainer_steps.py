@@ -113,6 +113,7 @@ class TrainerSteps:
         Raises:
             CheckpointError: What was named is damaged or does not exist; nothing is intact, and something is there. On every rank.
         """
+        self.world.meet()
         self._open()
         choice = Resume.parse(which)
         folders = self.world.broadcast(self.world.on_all_ranks("looking for a step", partial(self._to_try, choice)))
@@ -210,6 +211,8 @@ class TrainerSteps:
             Exception: What the trainer's code raised, on the rank that it did; a CheckpointError on all others. Nothing is published.
         """
         try:
+            self.world.meet()
+            self.world.barrier(f"save step {step}")  # which names who does not come
             self._open()
             target = self.root.path / name if name else self.root.folder_of(step)
             self._clear(target, mark)
