@@ -171,6 +171,7 @@ class Tags:
         Raises:
             CheckpointError: It is damaged, or cannot be read; all that is wrong is named. On every rank.
         """
+        self.world.meet()
         self.world.on_all_ranks(f"opening {root}", partial(self._recovered, root))
         folder = self.world.broadcast(
             self.world.on_all_ranks(f"looking for {tag}", partial(self._found, root, tag, latest))
