@@ -39,6 +39,7 @@ from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.huggingface.relation import Link
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING
 from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.threads import begin
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -180,11 +181,15 @@ def iter_weights(
         how, no_optimizer=True, dtype=_checked(dtype), reference_config=reference_config or how.reference_config
     )
     asked = replace(read or ReadOptions(), optimizer=False)
-    opened = open_checkpoint(checkpoint_path(Path(path)), asked, partial=True)
-    for text in gaps(opened):
-        _log.warning("%s: %s", opened.root, text)
-    wanted = _wanted(opened, spelling, asked, how, TensorRank(tp_rank, tp_size, padded_vocab_size), names)
-    return _streamed(wanted)
+    rank, where = TensorRank(tp_rank, tp_size, padded_vocab_size), checkpoint_path(Path(path))
+
+    def opened() -> Wanted:
+        source = open_checkpoint(where, asked, partial=True)
+        for text in gaps(source):
+            _log.warning("%s: %s", source.root, text)
+        return _wanted(source, spelling, asked, how, rank, names)
+
+    return _streamed(read_patiently(where, opened))
 
 
 def _checked(dtype: str | None) -> str | None:

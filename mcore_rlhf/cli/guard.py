@@ -127,7 +127,7 @@ def _explained(error: Exception) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
         return error.exit_code, _as_ours(error.format_message())
     if isinstance(error, OSError):
-        return StorageError.exit_code, _explain_os_error(error)
+        return StorageError.exit_code, explain_os_error(error)
     if isinstance(error, MemoryError):
         return 2, "out of memory\nGive fewer --workers, or a smaller --max-memory."
     return 1, (
@@ -149,7 +149,8 @@ def _place(error: Exception) -> str:
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
-def _explain_os_error(error: OSError) -> str:
+def explain_os_error(error: OSError) -> str:
+    """What the file system refused, and what helps."""
     from mcore_rlhf.storage.paths import storage_error
 
     if error.filename is None:

@@ -23,6 +23,7 @@ from mcore_rlhf.manager.watch import Watched, Watcher
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path
 
+from .guard import explain_os_error
 from .options import WatchOptions
 from .output import plain, say
 from .steps import require_root, rules_of
@@ -176,6 +177,8 @@ def _convert(answer: Connection, given: dict[str, Any], config: Path | None) -> 
         answer.send_bytes(b"what was written is not what was read: mcore-rlhf convert --verify says more")
     except CheckpointError as error:
         answer.send_bytes(f"{_OF_STORAGE if isinstance(error, StorageError) else ''}{headline(str(error))}".encode())
+    except OSError as error:  # a file system that is away for a while; a step is tried until it is there again
+        answer.send_bytes(f"{_OF_STORAGE}{headline(explain_os_error(error))}".encode())
     except MemoryError:
         answer.send_bytes(b"there is not enough memory: give less with --max-memory, and fewer --workers")
     else:

@@ -40,6 +40,8 @@ from mcore_rlhf.formats.dcp.writer import keyed
 from mcore_rlhf.formats.hf.files import WrittenTensor
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.weights import Wanted, read
 
@@ -95,11 +97,14 @@ class AnyReader(StorageReader):
 
         Raises:
             UsageError: No path was given.
-            CheckpointError: It is none, is damaged, or has other names.
+            CheckpointError: It is none, is damaged, cannot be read, or has other names.
         """
         if self._path is None:
             raise UsageError("AnyReader: no path was given\nGive it one, or give checkpoint_id to dcp.load.")
         path = checkpoint_path(Path(self._path))
+        return read_patiently(path, lambda: self._opened(path))
+
+    def _opened(self, path: ReadablePath) -> Metadata:
         opened = open_checkpoint(path, replace(self._read, optimizer=not self._write.no_optimizer), partial=True)
         write = replace(self._write, no_optimizer=self._write.no_optimizer or bool(opened.unread))
         passage = Passage(opened, DCP, write, self._read, open_checkpoint)

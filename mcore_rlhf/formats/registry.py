@@ -27,6 +27,7 @@ from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below
+from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
@@ -109,8 +110,12 @@ def open_checkpoint(path: ReadablePath, options: ReadOptions, *, partial: bool =
         partial: Whether an optimizer that is not understood stays unread: :attr:`Source.unread` says why.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged.
+        CheckpointError: There is no checkpoint, or it is damaged, or cannot be read.
     """
+    return read_patiently(path, lambda: _opened(path, options, partial))
+
+
+def _opened(path: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     folder, inner = _meant(path, options)
     listed = listed_at(folder, trackers())
     try:
@@ -133,8 +138,12 @@ def open_without_manifest(path: ReadablePath, options: ReadOptions) -> Source:
         options: Which role and step, which rules.
 
     Raises:
-        CheckpointError: There is no checkpoint, or what its reader looks at is damaged.
+        CheckpointError: There is no checkpoint, or what its reader looks at is damaged, or cannot be read.
     """
+    return read_patiently(path, lambda: _shown(path, options))
+
+
+def _shown(path: ReadablePath, options: ReadOptions) -> Source:
     folder, inner = _meant(path, options)
     source = _with_what_is_beside(folder, inner, partial=True)
     _note_beside(source, checkpoint_path(path), folder, options)

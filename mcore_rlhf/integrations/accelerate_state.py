@@ -134,16 +134,19 @@ def attach(accelerator: Any, options: TagOptions | None = None) -> None:
     """Have an accelerator commit what it saves. Call it on every rank.
 
     Args:
-        accelerator: It.
+        accelerator: It; one that is attached already is given other options, if any.
         options: How folders are committed.
 
     Raises:
         Unsupported: It chooses folders by itself, or on every host, or has not what we stand around; nothing was changed.
     """
-    if isinstance(accelerator, CommittingAccelerator):
+    attached = isinstance(accelerator, CommittingAccelerator)
+    if attached and options is None:
         return
     _refuse(accelerator)
     accelerator._mcore_rlhf_tags = Tags("accelerate", options)
+    if attached:
+        return
     kind = type(accelerator)
     accelerator.__class__ = type(kind.__name__, (CommittingAccelerator, kind), {"__module__": kind.__module__})
 

@@ -10,20 +10,23 @@ Without us, a leftover of a killed save disturbs it: its pattern ``step-(\d+)`` 
 ``.step-50.partial-…``; the next start with us removes such leftovers.
 
 Source: torchtitan 0.3.0, ``components/checkpointer/base.py`` (``BaseCheckpointManager``: subclasses override ``_save`` and ``_load`` and
-declare a ``Config`` of their own), ``components/checkpointer/dcp.py``.
+declare a ``Config`` of their own), ``components/checkpointer/dcp.py``; ``trainer.py`` (``Trainer.train`` calls ``save`` after every step,
+and goes on while ``should_continue_training``; it is ``states["train_state"]``).
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rlhf.errors import Problems, Unsupported
+from mcore_rlhf.manager.run.manager import Decisions, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 
-from .seam import Seam
+from .seam import LOG, Seam
 
 try:
     from torchtitan.components.checkpointer.dcp import CheckpointManager
@@ -46,6 +49,8 @@ SEAM = Seam(
     },
 )
 SEAM.check(CheckpointManager)
+_GOES_ON = "should_continue_training"
+"""What torchtitan's loop asks its trainer before every step. A loop without it could not be ended: signals are left to it."""
 
 
 class CommittedCheckpointManager(CheckpointManager):
@@ -72,18 +77,32 @@ class CommittedCheckpointManager(CheckpointManager):
         fsync: bool = True
         """Whether a step is on the disk before it appears."""
 
+        catch_signals: bool = True
+        """Whether SIGTERM and SIGUSR1 at any rank save at the next step boundary, and end the training there."""
+
     def __init__(self, config: Config, **named: Any) -> None:
         self._aside: Path | None = None
         self._steps: TrainerSteps | None = None
+        self._wanted = False
         if config.enable:
             _refuse(config)
         super().__init__(_without_purging(config), **named)  # what is kept is not its thread's to say
         if config.enable:
             self._steps = TrainerSteps(self.folder, "torchtitan", _options(config))
+            self._loop = self.states.get("train_state")
+            catch = config.catch_signals and callable(getattr(self._loop, _GOES_ON, None))
+            options = ManagerOptions(on_error=config.on_error, catch_signals=catch, read_only=self.load_only)
+            self._decisions = Decisions(self._steps.world, options, self._steps.reporter)
+            self._decisions.listen()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        if self._steps is None or not self._should_save(curr_step, last_step):
+        if self._steps is None:
             return False
+        self._decide(curr_step, last_step)
+        if not self._should_save(curr_step, last_step):
+            return False
+        began = time.monotonic()
+        self._decisions.clock.save_started()
 
         def write(staging: Path) -> None:
             self._aside = staging
@@ -92,7 +111,21 @@ class CommittedCheckpointManager(CheckpointManager):
             finally:
                 self._aside = None
 
-        return self._steps.save(curr_step, write) is not None
+        saved = self._steps.save(curr_step, write) is not None
+        self._decisions.clock.save_took(time.monotonic() - began)
+        return saved
+
+    def _decide(self, step: int, last: bool) -> None:
+        """Whether a signal or a deadline wants a save now, on all ranks alike; after a signal the loop ends by itself."""
+        decided = self._decisions.at(step, last, is_due=False)
+        self._wanted = decided.reason is not None
+        if self._wanted:
+            LOG.info("step=%d: saved because of: %s", step, decided.reason)
+        if decided.stop:
+            setattr(self._loop, _GOES_ON, lambda: False)
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step) or (self._wanted and not self.load_only)
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         return super()._create_checkpoint_id(step, folder) if self._aside is None else str(self._aside)
@@ -113,6 +146,7 @@ class CommittedCheckpointManager(CheckpointManager):
     def _close(self) -> None:
         super()._close()
         if self._steps is not None:
+            self._decisions.close()
             self._steps.close()
 
 

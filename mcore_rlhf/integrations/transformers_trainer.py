@@ -179,21 +179,24 @@ def with_checkpoints(trainer_class: type[_T], options: StepOptions | None = None
     """A trainer's class whose steps are committed: ``with_checkpoints(GRPOTrainer)(model=…, args=…)``.
 
     Args:
-        trainer_class: transformers' ``Trainer``, or one on it.
+        trainer_class: transformers' ``Trainer``, or one on it; one whose steps are committed already is given other options, if any.
         options: How they are.
 
     Raises:
         Unsupported: The class has not what we stand around; what differs is named.
     """
-    if issubclass(trainer_class, Committing):
+    bases: tuple[type, ...] = (trainer_class,)
+    if not issubclass(trainer_class, Committing):
+        SEAM.check(trainer_class)
+        bases = (Committing, trainer_class)
+    elif options is None:
         return trainer_class
-    SEAM.check(trainer_class)
     content = {
         "step_options": options or StepOptions(),
         "__module__": trainer_class.__module__,
         "__doc__": trainer_class.__doc__,
     }
-    return type(trainer_class.__name__, (Committing, trainer_class), content)
+    return type(trainer_class.__name__, bases, content)
 
 
 def attach(trainer: Any, options: StepOptions | None = None) -> None:

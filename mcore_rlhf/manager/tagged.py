@@ -35,6 +35,7 @@ from mcore_rlhf.storage.patience import age_s
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.transactions import recover_in
 
+from .run.options import check_values
 from .run.together import GOES_AFTER, Together, Write, damage_of_share
 from .run.world import World
 
@@ -66,10 +67,7 @@ class TagOptions:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        if self.check not in ("bytes", "sizes"):
-            problems.add(UsageError, f"check: expected 'bytes' or 'sizes', found {self.check!r}")
-        if not self.timeout > 0:
-            problems.add(UsageError, f"timeout: expected seconds, more than 0, found {self.timeout!r}")
+        check_values(self, {"check": ("bytes", "sizes")}, problems)
         problems.raise_if_any()
 
 
@@ -111,6 +109,7 @@ class Tags:
             Exception: What the trainer's code raised, on the rank that it did; a CheckpointError on all others. Nothing is published.
         """
         started = time.monotonic()
+        self.world.meet()
         target = self._folder(root, tag)
         others: dict[str, bytes] = {}
         folder = Together(
@@ -172,6 +171,7 @@ class Tags:
         Raises:
             CheckpointError: It is damaged, or cannot be read; all that is wrong is named. On every rank.
         """
+        self.world.meet()
         self.world.on_all_ranks(f"opening {root}", partial(self._recovered, root))
         folder = self.world.broadcast(
             self.world.on_all_ranks(f"looking for {tag}", partial(self._found, root, tag, latest))

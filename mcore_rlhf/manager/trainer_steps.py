@@ -31,7 +31,7 @@ from .run.candidates import Resume
 from .run.events import EVENTS_NAME, EventLog
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
-from .run.root import RootLock, open_root
+from .run.root import RootLock, open_root, remove_small
 from .run.together import GOES_AFTER, Together, Write, damage_of_share
 from .run.world import World
 from .trainer_root import TrainerRoot
@@ -113,6 +113,7 @@ class TrainerSteps:
         Raises:
             CheckpointError: What was named is damaged or does not exist; nothing is intact, and something is there. On every rank.
         """
+        self.world.meet()
         self._open()
         choice = Resume.parse(which)
         folders = self.world.broadcast(self.world.on_all_ranks("looking for a step", partial(self._to_try, choice)))
@@ -210,6 +211,8 @@ class TrainerSteps:
             Exception: What the trainer's code raised, on the rank that it did; a CheckpointError on all others. Nothing is published.
         """
         try:
+            self.world.meet()
+            self.world.barrier(f"save step {step}")  # which names who does not come
             self._open()
             target = self.root.path / name if name else self.root.folder_of(step)
             self._clear(target, mark)
@@ -365,7 +368,7 @@ class TrainerSteps:
             return
         make_folder(self.root.path)
         self._lock = RootLock(self.root.path)
-        for line in self.root.clean_up():
+        for line in [*self.root.clean_up(), *remove_small(self.root.path)]:
             self.reporter.say("clean", None, line)
 
     def close(self) -> None:

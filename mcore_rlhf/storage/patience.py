@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..errors import NotACheckpoint
 from .beneath import remove, write_new
-from .paths import ReadablePath, says_nothing
+from .paths import ReadablePath, cannot_open, says_nothing
 
 T = TypeVar("T")
 
@@ -53,6 +53,23 @@ def patiently(action: Callable[[], T]) -> T:
                 raise
         time.sleep(pause)
     return action()
+
+
+def read_patiently(path: ReadablePath, action: Callable[[], T]) -> T:
+    """See :func:`patiently`; what fails for good is an error that names the file.
+
+    Args:
+        path: What is read, for an error that names no file.
+        action: Only reads.
+
+    Raises:
+        CheckpointError: The file system does not let it be read.
+    """
+    try:
+        return patiently(action)
+    except OSError as error:
+        named = isinstance(error.filename, str | bytes)
+        raise cannot_open(error, Path(os.fsdecode(error.filename)) if named else path) from error
 
 
 def is_there(path: ReadablePath) -> bool:

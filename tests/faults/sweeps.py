@@ -17,26 +17,25 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
+import torch
 from click.testing import CliRunner
 
-from mcore_rlhf import JournalWriter, PromptSampler, Rollout, RolloutJournal
+from mcore_rlhf import iter_weights
 from mcore_rlhf.cli.app import app
-from mcore_rlhf.errors import CheckpointError, StorageError
+from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager.run import commit, root, steps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.storage import appending, host_pool, patience
-from mcore_rlhf.storage.appending import Pace
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from tests.crash.scenes import QUIET, SURVIVORS, SingleRun
 from tests.faults.disk import CHANGING, EVERY, READING, WRITING, Disk
+from tests.faults.producing import Produce
 from tests.faults.scene import Scene, complaints
 from tests.faults.watching import Watch
 
@@ -236,65 +235,31 @@ class Convert(Scene):
 
 
 @dataclass
-class Produce(Scene):
-    """A producer of rollouts, some of which are confirmed, and a driver that trims meanwhile; then both again, when the disk is well."""
+class Weigh(Scene):
+    """The weights of a folder, read by whoever serves them."""
 
     number: int
-    on_error: Literal["continue", "raise"] = "continue"
-    _raised: list[str] = field(init=False, default_factory=list)
 
     def lay_out(self) -> None:
-        self.base.mkdir(exist_ok=True)
-        with JournalWriter(self.base, "before", pace=_PACE) as writer:
-            writer.add(_rollout(0))
+        shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", self.base / "source")
+        self._expected = self._read(self.base)
+
+    def _read(self, folder: Path) -> list[tuple[str, bytes]]:
+        read = iter_weights(folder / "source", tp_rank=1, tp_size=2)
+        return [(name, tensor.view(torch.uint8).numpy().tobytes()) for name, tensor in read]
 
     def act(self) -> str:
-        self._raised, self._safe = [], {0}
+        self._raised, self._found = "", self._expected
         try:
-            writer = JournalWriter(self.live, "producer", pace=_PACE, on_error=self.on_error, on_problem=self._hear)
+            self._found = self._read(self.live)
         except CheckpointError as error:
-            self._raised.append(f"{error}")
+            self._raised = f"{error}"
             return "refused"
-        for at in range(1, 7):
-            with suppress(StorageError):
-                writer.add(_rollout(at))
-                writer.flush(20)
-                self._safe = set(range(at + 1))
-        self._drive()
-        with suppress(StorageError):
-            writer.close()
-        return "hindered" if self._raised else "written"
-
-    def _hear(self, problem: StorageError | None) -> None:
-        self._raised += [] if problem is None else [f"{problem}"]
-
-    def _drive(self) -> None:
-        try:
-            journal = RolloutJournal(self.live)
-            journal.trim(lambda key: False)
-        except CheckpointError as error:
-            self._raised.append(f"{error}")
+        return "read"
 
     def judge(self, word: str) -> list[str]:
-        wrong = [found for text in self._raised for found in complaints(text, self.number, self.live) if self.number]
-        with JournalWriter(self.live, "after", pace=_PACE) as writer:
-            writer.add(_rollout(7))
-        journal = RolloutJournal(self.live)
-        taken = [journal.take(_PROMPTS[at], 0).rollouts for at in range(8)]
-        lost = [at for at in (*self._safe, 7) if not taken[at]]
-        wrong += [f"confirmed, and lost: {lost}"] if lost else []
-        everything = journal.trim(lambda key: True)
-        left = sorted(re.sub("-[0-9a-f]{16}", "", path.name) for path in (self.live / "journal").iterdir())
-        wrong += [] if everything and left == ["journal.json"] else [f"left for ever: {left}"]
-        return wrong
-
-
-_PACE = Pace(write_s=0, sync_s=0.001, segment_nbytes=200)
-_PROMPTS = PromptSampler(8, seed=1).next_batch(8)
-
-
-def _rollout(at: int) -> Rollout:
-    return Rollout.of(_PROMPTS[at], 0, version=0, tokens=np.arange(5))
+        wrong = complaints(self._raised, self.number, self.live) if word == "refused" else []
+        return wrong + ([] if self._found == self._expected else ["read, and not bit for bit"])
 
 
 def called(words: list[str]) -> tuple[int, str]:
@@ -432,6 +397,8 @@ SWEEPS |= {
         for name, many in (("EIO", 1), ("EIO", -1), ("EACCES", -1))
     },
     **{f"convert, {name}": Sweep(Convert, getattr(errno, name), CHANGING) for name in ("EIO", "ENOSPC", "ESTALE")},
+    "weights, EIO of reads": Sweep(Weigh, errno.EIO, READING),
+    "weights, ESTALE of reads from there on": Sweep(Weigh, errno.ESTALE, READING, -1),
     "convert, EIO of reads": Sweep(Convert, errno.EIO, READING),
     "convert to torch, EIO": Sweep(partial(Convert, to="torch"), errno.EIO, CHANGING),
     "convert to torch, ENOSPC from there on": Sweep(partial(Convert, to="torch"), errno.ENOSPC, WRITING, -1),

@@ -22,6 +22,7 @@ SAMPLE = {
     "load, EIO": 29,
     "load, EACCES from there on": 37,
     "prune, EIO from there on": 61,
+    "weights, ESTALE of reads from there on": 41,
     "convert, EIO": 37,
     "convert to torch, ENOSPC from there on": 7,
     "rollouts, EIO": 5,

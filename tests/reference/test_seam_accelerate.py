@@ -15,7 +15,7 @@ from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, StorageError, Unsupported
 from mcore_rlhf.families.options import ConvertOptions, WriteOptions
-from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, attach
+from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, TagOptions, attach
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
 from tests.reference.forked_ranks import ForkedRanks
@@ -118,8 +118,11 @@ def test_a_script_that_stays_as_it_is(tmp_path: Path) -> None:
         kind = type(accelerator)
         accelerator.prepare(torch.nn.Linear(3, 2))
         accelerator.register_for_checkpointing(counter)
+        attach(accelerator, TagOptions(check="sizes"))
         attach(accelerator)
-        attach(accelerator)
+        assert accelerator._mcore_rlhf_tags.options.check == "sizes"
+        attach(accelerator, TagOptions(fsync=False))
+        assert accelerator._mcore_rlhf_tags.options == TagOptions(fsync=False)
         assert type(accelerator).__mro__[2] is kind
         for counter.seen in (1, 2):
             for name in ("epoch_1", "last"):

@@ -282,12 +282,16 @@ def test_attached_to_one_that_is_there(tmp_path: Path) -> None:
         args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True)
         trainer = transformers.Trainer(hf_runs.model(1), args, hf_runs._batch, hf_runs._data())
         attach(trainer)
+        kind = type(trainer)
         attach(trainer)  # once more is once
+        assert type(trainer) is kind
+        attach(trainer, StepOptions(keep=Retention([KeepLast(1)]), fsync=False))  # but for options
         assert isinstance(trainer, transformers.Trainer)
         trainer.train()
         with pytest.raises(Unsupported, match="hyperparameters"):
             trainer.train(trial={"learning_rate": 1.0})
     assert steps(tmp_path) == {2: "committed"}
+    assert trainer.step_options.keep == Retention([KeepLast(1)])
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def test_killed_and_damaged_and_gone_on_with(trainers: Path, tmp_path: Path) -> 
     assert {number: state for number, state in steps(tmp_path / "c").items() if state == "committed"} == {
         2: "committed"
     }
+    done, resumed = titan(trainers, "resumed-and-signalled", tmp_path / "c")
+    assert (done.returncode, resumed) == (0, [seen[2:3] for seen in alone]), done.stderr
     done, resumed = titan(trainers, "resumed", tmp_path / "c")
-    assert resumed == [seen[2:] for seen in alone], done.stderr
+    assert resumed == [seen[3:] for seen in alone], done.stderr
     part = next((tmp_path / "c" / "checkpoint" / "step-7").glob("*.distcp"))
     content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1

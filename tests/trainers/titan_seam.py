@@ -1,7 +1,8 @@
 """Two ranks of torchtitan's containers and checkpoint manager, its steps committed: ``torchrun … -m tests.trainers.titan_seam JOB FOLDER``.
 
-Jobs: ``alone`` (torchtitan's own manager), ``whole``, ``killed`` (rank 1, in the middle of the second save), ``resumed``, and
-``resumed-alone`` (torchtitan's own manager in the same folder). Every rank writes what it saw to ``FOLDER-JOB-RANK.json``.
+Jobs: ``alone`` (torchtitan's own manager), ``whole``, ``killed`` (rank 1, in the middle of the second save), ``resumed``,
+``resumed-and-signalled`` (SIGTERM at rank 1, in a step that is not to be saved), ``resumed-alone`` (torchtitan's own manager).
+Every rank writes what it saw to ``FOLDER-JOB-RANK.json``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ from mcore_rlhf.integrations.torchtitan_manager import CommittedCheckpointManage
 LAST, EVERY = 7, 2
 
 
+class Trained(TrainState):
+    """What torchtitan's ``Trainer`` is for the manager."""
+
+    def should_continue_training(self) -> bool:
+        return self.step < LAST
+
+
 def run(job: str, folder: str) -> list[list[float]]:
     """One job."""
     torch.set_num_threads(1)
@@ -43,7 +51,7 @@ def run(job: str, folder: str) -> list[list[float]]:
     schedulers = LRSchedulersContainer(optimizers, lambda step: max(0.1, 1 - step / 20))
     samples = torch.Generator().manual_seed(5)
     loader = StatefulDataLoader(list(range(64)), batch_size=4, shuffle=True, generator=samples)
-    state = TrainState()
+    state = Trained()
     manager: Any = CheckpointManager if job.endswith("alone") else CommittedCheckpointManager
     config = manager.Config(enable=True, interval=EVERY, keep_latest_k=2, last_save_model_only=False)
     checkpointer = config.build(
@@ -54,7 +62,7 @@ def run(job: str, folder: str) -> list[list[float]]:
         _kill(checkpointer)
     checkpointer.load(step=-1)
     seen, batches = [], iter(loader)
-    while state.step < LAST:
+    while state.should_continue_training():
         state.step += 1
         batch = next(batches)
         torch.manual_seed(
@@ -65,6 +73,8 @@ def run(job: str, folder: str) -> list[list[float]]:
         optimizers.step()
         schedulers.step()
         optimizers.zero_grad()
+        if job.endswith("signalled") and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
         seen.append([loss.item(), schedulers.schedulers[0].get_last_lr()[0], *batch.tolist()])
         checkpointer.save(state.step, last_step=state.step == LAST)
     checkpointer.close()

@@ -84,7 +84,7 @@ class CheckpointManager:
         self.reporter = Reporter(self.world.rank, self.options.on_event, self.options.tensorboard)
         self.stopping = False
         """Whether a signal asked the run to end; :meth:`maybe_save` has saved, and the loop should leave."""
-        self._decisions = Decisions(self.world, self.options)
+        self._decisions = Decisions(self.world, self.options, self.reporter)
         self._saver = Saver(self.root, self.parts, self.world, self.options, self.reporter, self._decisions.clock)
         self._lock: RootLock | None = None
         self._helper: Helper | None = None
@@ -173,22 +173,11 @@ class CheckpointManager:
             Why it was saved; None where it was not. After a signal the save is complete, and :attr:`stopping` is true.
         """
         self._check_open()
-        decided = self._decided(step, last)
+        decided = self._decisions.at(step, last, self._saver.is_due())
         self.stopping = self.stopping or decided.stop
         if decided.reason is not None:
             self.save(step, metrics, blocking=True if decided.stop or last else None)
         return decided.reason
-
-    def _decided(self, step: int, last: bool) -> Decision:
-        """What to do after a step; nothing, where ranks have lost each other and the run is to go on: at the next one they meet again."""
-        try:
-            self.world.meet(asking=False)
-            return self._decisions.at(step, last, self._saver.is_due())
-        except Incomplete as error:
-            if self.options.on_error == "raise":
-                raise
-            self.reporter.say("failed", step, f"{headline(str(error))}; training goes on")
-            return Decision(None, stop=False)
 
     def load(
         self, which: str | int | Path | None = "auto", *, must_exist: bool = False, optimizer: bool = True
@@ -334,10 +323,12 @@ class Decisions:
 
     Args:
         world: The ranks.
-        options: Which policies; see :class:`~.options.ManagerOptions`.
+        options: Which policies, and whether training goes on where ranks lose each other; see :class:`~.options.ManagerOptions`.
+        reporter: Hears of that.
     """
 
-    def __init__(self, world: World, options: ManagerOptions) -> None:
+    def __init__(self, world: World, options: ManagerOptions, reporter: Reporter) -> None:
+        self._reporter, self._goes_on = reporter, options.on_error == "continue"
         self.clock = SaveClock(options.deadline or Deadline.of_job())
         self._world, self._catch = world, options.catch_signals and not options.read_only
         self._policy = _with_defaults(options.save)
@@ -355,11 +346,23 @@ class Decisions:
     def at(self, step: int, last: bool, is_due: bool) -> Decision:
         """What to do after a step. Collective: a signal at any one rank counts for all.
 
+        Nothing, where ranks have lost each other and the run is to go on: at the next one they meet again.
+
         Args:
             step: Steps that are done.
             last: Whether this was the last one.
             is_due: Whether a save that failed on this rank is to be tried again now.
         """
+        try:
+            self._world.meet(asking=False)
+            return self._decided(step, last, is_due)
+        except Incomplete as error:
+            if not self._goes_on:
+                raise
+            self._reporter.say("failed", step, f"{headline(str(error))}; training goes on")
+            return Decision(None, stop=False)
+
+    def _decided(self, step: int, last: bool, is_due: bool) -> Decision:
         number, again = self._agreed(is_due)
         point = self.clock.at(step, signalled=number, last=last)
         reason = self._policy.wants(point) if self._world.is_rank0 else None

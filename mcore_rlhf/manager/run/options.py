@@ -47,7 +47,7 @@ def check_values(options: DataclassInstance, choices: Mapping[str, Sequence[str]
     """See that what options for saving have in common has values that it can have.
 
     Args:
-        options: With ``timeout``, ``keep``, switches, and what :attr:`choices` names.
+        options: With ``timeout``, perhaps ``keep``, switches, and what :attr:`choices` names.
         choices: Of each option the words that it may be.
         problems: Takes what is wrong.
     """
@@ -59,15 +59,19 @@ def check_values(options: DataclassInstance, choices: Mapping[str, Sequence[str]
         value, kind = getattr(options, one.name), _KINDS.get(str(one.type))
         if kind is not None and not isinstance(value, kind):
             problems.add(UsageError, f"{one.name}: expected {one.type}, found {value!r}")
-    timeout, keep = (getattr(options, name) for name in ("timeout", "keep"))
-    if not _is_positive(timeout):
-        problems.add(UsageError, f"timeout: expected a positive number of seconds, found {timeout!r}")
+    timeout, keep = getattr(options, "timeout"), getattr(options, "keep", None)  # noqa: B009 - tags have no rules
+    if not _is_positive(timeout) or timeout > _LONGEST_S:
+        problems.add(
+            UsageError, f"timeout: expected a positive number of seconds, {_LONGEST_S:g} at most, found {timeout!r}"
+        )
     if keep is not None and not isinstance(keep, Retention):
         problems.add(UsageError, f"keep: expected a Retention, such as Retention([KeepLast(3)]), found {keep!r}")
 
 
 _KINDS = {"bool": (bool,), "Deadline | None": (Deadline, NoneType), "Worlds | None": (Worlds, NoneType)}
 """Options that something else would pass for: a text that says no is true."""
+_LONGEST_S = 1e9
+"""What a rank waits for another one is a ``timedelta``, which holds no more for ever."""
 
 
 def _is_positive(value: object) -> bool:

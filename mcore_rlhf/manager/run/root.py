@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 import weakref
@@ -20,7 +21,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.beneath import make_folder, open_to_lock, remove, write_new
 from mcore_rlhf.storage.manifest import utc_time
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.patience import patiently
+from mcore_rlhf.storage.patience import names_in, patiently
 
 from .commit import WORD
 from .retention import clean_up
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # who watches a root takes it without ranks, and without torc
 
 LOCK = ".mcore_rlhf.lock"
 _PROBE = ".probe-"
-_OURS = (f"{_PROBE}*", ".*.tmp-*", f"{WORD}*")
+_OURS = re.compile(rf"{re.escape(_PROBE)}[0-9a-f]{{16}}(-\d+)?|\..+\.tmp-[0-9a-f]{{16,}}|{re.escape(WORD)}.+")
 """Small files that are there for a moment only: probes, text that is about to be renamed, and words of saves that were given up."""
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 _PATIENCE_S = 10.0
@@ -190,9 +191,13 @@ def remove_unguarded(root: Path) -> list[str]:
     Returns:
         What was done, one line each.
     """
-    small = [path for pattern in _OURS for path in root.glob(pattern)]
-    done = _removed([*small, *_stillborn_locks(root)])
+    done = remove_small(root) + _removed(_stillborn_locks(root))
     return done + _removed(_unguarded_steps(root))  # those of the locks as well
+
+
+def remove_small(root: Path) -> list[str]:
+    """Remove small files that were to be there for a moment; see :func:`remove_unguarded`."""
+    return _removed(root / name for name in names_in(root) if _OURS.fullmatch(name))
 
 
 def remove_rest(root: Path) -> list[str]:

@@ -6,6 +6,7 @@ A trainer's own code does the writing, and says nothing of what it wrote: whatev
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,8 +66,9 @@ class Together:
             Exception: What was raised, on the rank that it was; a CheckpointError on all others. Nothing is published.
         """
         target, world = self.target, self.world
-        publication = world.on_all_ranks(f"beginning {target}", partial(self._on_rank_0, self.begin))
-        try:
+        with ExitStack() as ended:
+            begin = partial(self._on_rank_0, partial(self._begun, ended))
+            publication = world.on_all_ranks(f"beginning {target}", begin)
             staging = world.broadcast(None if publication is None else publication.staging)
             assert staging is not None
             world.on_all_ranks(f"writing {target}", partial(write, staging), self.patience)
@@ -78,10 +80,13 @@ class Together:
             entries = world.all_gather(world.on_all_ranks(f"checking {target}", partial(_entries, staging, mine)))
             files = {name: one for some in entries for name, one in some.items()}
             world.on_all_ranks(f"publishing {target}", partial(self._commit, publication, files))
-        finally:
-            if publication is not None:
-                publication.__exit__(None, None, None)
         return sum(one.nbytes for one in files.values())
+
+    def _begun(self, ended: ExitStack) -> LocalPublication:
+        """It is ended in any case, also where another rank is lost before this one has heard that all have begun."""
+        made = self.begin()
+        ended.callback(made.__exit__, None, None, None)
+        return made
 
     def _on_rank_0(self, action: Callable[[], T]) -> T | None:
         return action() if self.world.is_rank0 else None

@@ -86,7 +86,12 @@ def test_tags_that_no_folder_can_have(tmp_path: Path, tag: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"check": "none"}, "check: expected 'bytes' or 'sizes'"), ({"timeout": 0}, "timeout: expected")],
+    [
+        ({"check": "none"}, "check: expected 'bytes' or 'sizes'"),
+        ({"timeout": 0}, "timeout: expected"),
+        ({"timeout": float("inf")}, "1e\\+09 at most, found inf"),
+        ({"fsync": "no"}, "fsync: expected bool, found 'no'"),
+    ],
 )
 def test_options_that_cannot_be(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):

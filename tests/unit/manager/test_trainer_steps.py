@@ -143,13 +143,16 @@ def test_a_step_of_a_newer_release_is_not_passed_over(tmp_path: Path) -> None:
 def test_what_a_dead_run_left_is_removed_or_put_back(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2)
     os.rename(tmp_path / "checkpoint-2", tmp_path / ".checkpoint-2.old-1-a")
+    for name in (".probe-0123456789abcdef-1", ".iter.txt.tmp-0123456789abcdef", ".probe-of-mine", ".tmp-0"):
+        (tmp_path / name).touch()
     (tmp_path / ".checkpoint-3.partial-1-b").mkdir()
     (tmp_path / ".unknown-3.partial-1-b").mkdir()
     events: list[Event] = []
     saved(tmp_path, 4, on_event=events.append)
     assert states(tmp_path) == dict.fromkeys((1, 2, 4), "committed")
-    assert [path.name for path in tmp_path.glob(".*partial*")] == [".unknown-3.partial-1-b"]
-    assert len([event for event in events if event.kind == "clean"]) == 2
+    left = {path.name for path in tmp_path.glob(".*") if path.suffix != ".lock"}
+    assert left == {".unknown-3.partial-1-b", ".probe-of-mine", ".tmp-0"}
+    assert len([event for event in events if event.kind == "clean"]) == 4
 
 
 @pytest.mark.parametrize("which", [7, "7", "nowhere"])

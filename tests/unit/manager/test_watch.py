@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import multiprocessing
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rlhf.cli import converting, watching
 from mcore_rlhf.errors import LayoutMismatch, StorageError, UsageError
 from mcore_rlhf.manager import watch, watched_results
 from mcore_rlhf.manager.run import steps
@@ -294,6 +298,25 @@ def test_a_full_disk_is_tried_again_for_ever(runs: Runs, monkeypatch: pytest.Mon
         pass
     assert runs.results() == [1, 2, 3]
     watcher.close()
+
+
+def test_a_file_system_that_is_away_for_a_while_is_no_fault_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the child says that converts; after three tries, a fault of the step's would not be tried again."""
+
+    def gone(job: object, quiet: bool) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/global_step_1/actor")
+
+    monkeypatch.setattr(converting, "run", gone)
+    here, there = multiprocessing.Pipe(duplex=False)
+    if (pid := os.fork()) == 0:
+        watching._convert(there, {"source": "a", "target": "b", "to": "hf"}, None)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert here.poll(1), "it said nothing"
+    assert (
+        here.recv_bytes().decode()
+        == f"{watching._OF_STORAGE}run/global_step_1/actor: cannot read or write: Stale file handle"
+    )
 
 
 def test_a_disk_that_is_full_when_a_command_has_run(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
-"""A rank whose trainer fails within a save raises its own error, while another waits for it in a collective of the trainer's own."""
+"""A rank whose trainer fails within a save raises its own error, while another waits for it in a collective of the trainer's own; and one
+that hangs for longer than it is waited for costs that save, and no later one."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mcore_rlhf.manager.run.together import GOES_AFTER
+from mcore_rlhf.manager.run.together import GOES_AFTER, Together
+from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 from tests.distributed.forked import SERVER
 
@@ -63,6 +66,44 @@ def test_the_rank_that_failed_goes(tmp_path: Path, job: str) -> None:
         assert "Incomplete" in second[1]
         assert "another rank died" in second[1]
     assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def _late_rank(rank: int, folder: str, where: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    steps = TrainerSteps(f"{folder}/run", "transformers", StepOptions(timeout=PATIENCE, on_error="continue"))
+    own = Together._on_rank_0
+
+    def hangs(at: str) -> None:
+        if rank == 1 and step == 1 and at == where:
+            time.sleep(2.5 * PATIENCE)
+
+    def on_rank_0(self: Together, action: Any) -> Any:
+        hangs("beginning")  # when rank 0 has begun
+        return own(self, action)
+
+    def write(staging: Path) -> None:
+        hangs("writing")
+        if rank == 0:
+            (staging / "trainer_state.json").write_text("{}")
+
+    Together._on_rank_0 = on_rank_0  # type: ignore[method-assign]
+    for step in (1, 2):
+        steps.save(step, write)
+        dist.barrier()  # as training does
+    steps.close()
+
+
+@pytest.mark.parametrize("where", ["beginning", "writing"])
+def test_a_rank_that_hangs_costs_one_save(tmp_path: Path, where: str) -> None:
+    ranks = [SERVER.Process(target=_late_rank, args=(rank, str(tmp_path), where)) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+        assert one.exitcode == 0
+    assert [(step.step, step.state) for step in listed_steps(tmp_path / "run")] == [(2, "committed")]
+    assert not [*(tmp_path / "run").glob(".*.partial-*"), *(tmp_path / "run").glob(".*.lock-*")]
 
 
 def test_it_is_no_longer_than_a_launcher_waits() -> None:
