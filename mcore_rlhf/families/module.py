@@ -96,6 +96,7 @@ class ModuleState(Family):
         laid_out: How the DCP folder that it came from has its keys, and where it lies; it waits for the way back. Empty for all others.
         rng: Each rank's random states, by generator, of a run of transformers' Trainer or accelerate.
         beside: Whose files of schedule and random states lie beside its tag; None for a run that is DeepSpeed's alone.
+        spelled: What the module of a run calls tensors that its class calls otherwise: one that ``torch.compile`` wrapped.
     """
 
     names: ClassVar[str] = "module"
@@ -120,6 +121,7 @@ class ModuleState(Family):
     laid_out: Mapping[str, object] = field(default_factory=dict)
     rng: tuple[RankStates, ...] = ()
     beside: RunFiles | None = None
+    spelled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fsdp(self) -> int:
@@ -144,6 +146,9 @@ class ModuleState(Family):
             order=tuple(name for old in self.order if (name := names.rename(old)) in kept and name is not None),
             buffers=tuple(name for old in self.buffers for name in new.get(old, ())),
             keys={name: self.keys[old] for name, old in names.owners.items() if old in self.keys},
+            spelled={
+                name: self.spelled[name] for name, old in names.owners.items() if name == old and old in self.spelled
+            },
         )
 
 

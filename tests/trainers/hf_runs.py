@@ -49,6 +49,11 @@ def adapted(seed: int) -> Any:
     return found
 
 
+def compiled(trained: Any) -> Any:
+    """The model as ``torch.compile`` wraps it, and nothing compiled."""
+    return torch.compile(trained, backend="eager")
+
+
 def _data() -> list[dict[str, list[int]]]:
     words = torch.randint(0, WORDS, (16, 8), generator=torch.Generator().manual_seed(7))
     return [{"input_ids": row.tolist(), "labels": row.tolist()} for row in words]

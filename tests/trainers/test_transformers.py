@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +20,13 @@ import transformers
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.errors import Unportable
+from mcore_rlhf.errors import Unportable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
-from tests.trainers.hf_runs import HALF, MOE, STEPS, Seen, accelerated, adapted, model, train
+from tests.trainers.hf_runs import HALF, MOE, STEPS, Seen, accelerated, adapted, compiled, model, train
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
 TRAINER, ACCELERATE, ADAPTER = (
@@ -181,6 +183,57 @@ def test_accelerate_goes_on_where_its_optimizer_was_given_frozen_weights(tmp_pat
         to(source, tmp_path / name, "hf-accelerate", like=str(saved))
         found = accelerated(frozen(model(9, tie_word_embeddings=False), still), resume=tmp_path / name)
         assert [step[:-1] for step in found] == [step[:-1] for step in whole[HALF:]]
+
+
+PREPARED: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
+    "compiled": (lambda seed: compiled(model(seed, tie_word_embeddings=True)), "megatron", {"tp": 2}),
+    "compiled adapter": (lambda seed: compiled(adapted(seed)), "dcp", {}),
+    "adapter": (adapted, "deepspeed", {"dp": 2, "zero_stage": 2}),
+    "experts": (lambda seed: model(seed, "qwen3_moe", **MOE), "megatron", {"tp": 2, "ep": 2, "dp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_accelerate_goes_on_with_a_model_as_its_script_prepared_it(name: str, tmp_path: Path) -> None:
+    """``save_state`` unwraps nothing: names have ``_orig_mod.``, an adapter its base, experts are packed. They were damaged."""
+    make, there, how = PREPARED[name]
+    saved = tmp_path / "step_2"
+    whole = accelerated(make(1), save=saved)
+    kind = ("qwen3_moe", MOE) if name == "experts" else ("qwen2", {"tie_word_embeddings": name == "compiled"})
+    model(1, kind[0], **kind[1]).config.save_pretrained(saved)
+    assert verify(saved, ReadOptions()).intact
+    to(saved, tmp_path / "there", there, **how)
+    forget(tmp_path / "there")
+    for number, source in enumerate((saved, tmp_path / "there")):
+        to(source, tmp_path / f"back-{number}", "hf-accelerate", like=str(saved))
+        found = accelerated(make(9), resume=tmp_path / f"back-{number}")
+        assert [step[:-1] for step in found] == [step[:-1] for step in whole[HALF:]]
+        written, stored = (load_file(at / "model.safetensors") for at in (tmp_path / f"back-{number}", saved))
+        assert written.keys() == stored.keys()
+
+
+def test_two_adapters_of_a_module_are_not_told_apart(tmp_path: Path) -> None:
+    """Safetensors are sorted by name, and an optimizer has the one that was added first before the other."""
+    from peft import LoraConfig
+
+    trained = adapted(1)
+    trained.add_adapter("another", LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    accelerated(trained, save=tmp_path / "step_2")
+    with pytest.raises(Unsupported, match="no file says which was added first"):
+        open_checkpoint(tmp_path / "step_2", ReadOptions())
+
+
+def test_a_step_without_its_optimizer_shows_what_the_run_is_like(tmp_path: Path) -> None:
+    """As ``save_only_model`` leaves it; it was refused."""
+    whole = train(model(1), tmp_path / "run")
+    saved, shown = tmp_path / "run" / f"checkpoint-{HALF}", tmp_path / "shown" / f"checkpoint-{HALF}"
+    train(model(1), tmp_path / "shown", save_only_model=True)
+    to(saved, tmp_path / "dcp", "dcp")
+    back = tmp_path / "back" / f"checkpoint-{HALF}"
+    to(tmp_path / "dcp", back, "hf-trainer", like=str(shown))
+    assert train(model(9), tmp_path / "again", back) == whole[HALF:]
+    with pytest.raises(UsageError, match=r"has no optimizer\.pt"):
+        to(saved, tmp_path / "none", "hf-trainer", like=str(tmp_path / "dcp"))
 
 
 def test_trainer_goes_on_after_deepspeed_and_several_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,11 +11,14 @@ from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorEntry, TensorN
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, NotACheckpoint, Problems, Unsupported
+from mcore_rlhf.families.fsdp.model import num_layers
+from mcore_rlhf.families.lora.names import OF_ADAPTER, PREFIX, in_original
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS, split_parts, split_role
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.trainer_files import ACCELERATE
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import method_of
@@ -121,8 +125,12 @@ class _FolderReader:
     unread: str
     states: dict[str, Series] = field(default_factory=dict)
     twice: Mapping[str, str] = field(default_factory=dict)
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    of_class: Mapping[str, str] = field(default_factory=dict)
 
     def source(self) -> Source:
+        if (self.path / ACCELERATE.alone).is_file():
+            self._unwrap()
         if self.sidecar is not None and self.options.optimizer:
             self.states = {s: read_series(self.path, f"{OPTIMIZER}/{s}", SAFETENSORS) for s in self.sidecar.states}
         shared, self.twice = self._shared()
@@ -148,6 +156,21 @@ class _FolderReader:
             origin={} if self.sidecar is None else self.sidecar.origin,
         )
 
+    def _unwrap(self) -> None:
+        """The model as the script prepared it, which alone loads it again: compiled, or with an adapter in it.
+
+        Source: accelerate 1.15.0, ``accelerator.py`` (``save_state``: ``get_state_dict(model, unwrap=False)``).
+        """
+        tensors, shared = self.weights.tensors, self.weights.shared
+        new = {name: _COMPILED.sub("", name) for name in (*tensors, *shared)}
+        if len({*new.values()}) == len(new) and any(name != own for own, name in new.items()):
+            self.weights.tensors = {new[name]: stored for name, stored in tensors.items()}
+            self.weights.shared = {new[alias]: new[owner] for alias, owner in shared.items()}
+            self.spelled = {name: own for own, name in new.items() if name != own}
+        names = (*self.weights.tensors, *self.weights.shared)
+        if any(OF_ADAPTER.fullmatch(name) for name in names):
+            self.of_class = {in_original(name): name for name in names if not OF_ADAPTER.fullmatch(name)}
+
     def _rename_head(self) -> None:
         """A critic's head, which a bridge calls as an output layer is called, gets its own name.
 
@@ -161,23 +184,34 @@ class _FolderReader:
             tensors[VALUE_HEAD] = tensors.pop(LM_HEAD)
             self.weights.notes.append(f"{LM_HEAD} has one row: it is a critic's head, and is called {VALUE_HEAD}")
 
+    @property
+    def embedding(self) -> str:
+        """What its embedding is called here."""
+        return self.of_class.get(EMBEDDING, EMBEDDING)
+
+    @property
+    def head(self) -> str:
+        """What its output layer is, whether it is stored or not."""
+        return self.of_class.get(LM_HEAD, f"{PREFIX if self.of_class else ''}{LM_HEAD}")
+
     def _shared(self) -> tuple[dict[str, str], dict[str, str]]:
         """Second names of tied tensors, and those of them that are stored a second time: ``{alias: owner}`` each."""
         self._rename_head()
         shared = dict(self.weights.shared)
-        if shared.get(EMBEDDING) == LM_HEAD:  # the other way round, as everyone else has it
-            self.weights.tensors[EMBEDDING] = self.weights.tensors.pop(LM_HEAD)
+        embedding, head = self.embedding, self.head
+        if shared.get(embedding) == head:  # the other way round, as everyone else has it
+            self.weights.tensors[embedding] = self.weights.tensors.pop(head)
             shared = {
-                LM_HEAD: EMBEDDING,
-                **{a: EMBEDDING if o == LM_HEAD else o for a, o in shared.items() if a != EMBEDDING},
+                head: embedding,
+                **{a: embedding if o == head else o for a, o in shared.items() if a != embedding},
             }
-        names = {*self.weights.tensors, *shared}
+        names = {*(self.of_class or self.weights.tensors), *shared}
         known = self._known_ties()
         twice = {a: o for a, o in known.items() if a in self.weights.tensors and o in self.weights.tensors}
-        if known.get(EMBEDDING) != LM_HEAD and is_tied(self.config, names, str(self.path / CONFIG)):
-            shared[LM_HEAD] = EMBEDDING
-            if LM_HEAD in self.weights.tensors:
-                twice[LM_HEAD] = EMBEDDING
+        if known.get(embedding) != head and is_tied(self.config, names, str(self.path / CONFIG)):
+            shared[head] = embedding
+            if head in self.weights.tensors:
+                twice[head] = embedding
         shared.update({alias: owner for alias, owner in known.items() if owner in self.weights.tensors})
         return shared, twice
 
@@ -203,13 +237,15 @@ class _FolderReader:
                 )
         problems.raise_if_any()
         tied = (
-            shared.get(LM_HEAD) == EMBEDDING
-            if EMBEDDING in shapes and (LM_HEAD in shapes or LM_HEAD in shared)
+            shared.get(self.head) == self.embedding
+            if self.embedding in shapes and (self.head in shapes or self.head in shared)
             else None
         )
         whole = not any(ParamSpec(n, s.shape, s.record.dtype, REPLICATED).quantized for n, s in params.items())
-        if EMBEDDING in twice:  # the head is the owner
-            shapes[EMBEDDING] = shapes[twice[EMBEDDING]]
+        if self.embedding in twice:  # the head is the owner
+            shapes[self.embedding] = shapes[twice[self.embedding]]
+        if self.of_class:
+            shapes = {name: shapes[own] for name, own in self.of_class.items() if own in shapes}
         wrapper = wrapper_of(shapes) if self.config else ""
         if wrapper:
             self.weights.notes.append(
@@ -234,10 +270,10 @@ class _FolderReader:
             dtype = params[name].record.dtype
             trained = name not in still and dtype in FLOATING and not is_frequencies(name)
             specs.append(ParamSpec(name, params[name].shape, dtype, REPLICATED, trained))
-        rows = params[EMBEDDING].shape[0] if EMBEDDING in params else None
+        rows = params[self.embedding].shape[0] if self.embedding in params else None
         return ModelSpec(
             tuple(specs),
-            layers_in(params),
+            num_layers(params) if self.of_class else layers_in(params),
             bool(shared),
             vocab_size=self.options.vocab_size or rows,
             padded_vocab_size=rows,
@@ -264,9 +300,13 @@ class _FolderReader:
         if self.sidecar is None:
             buffers = tuple(spec.name for spec in model.params if not spec.trainable)
             return ModuleState(
-                f"global_step{self._training().iteration}", buffers=buffers, shared=shared, config=self.config
+                f"global_step{self._training().iteration}",
+                buffers=buffers,
+                shared=shared,
+                config=self.config,
+                spelled=self.spelled,
             )
-        return replace(self.sidecar.module, shared=shared, config=self.config)
+        return replace(self.sidecar.module, shared=shared, config=self.config, spelled=self.spelled)
 
     def _files(self) -> list[StoredFile]:
         """All files that matter."""
@@ -274,6 +314,10 @@ class _FolderReader:
         if (self.path / CONFIG).is_file():
             files.append(StoredFile(CONFIG, (self.path / CONFIG).stat().st_size, ()))
         return [*files, *sidecar_files(self.path)]
+
+
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
+"""What ``torch.compile`` puts into names. Source: torch 2.13.0, ``_dynamo/eval_frame.py`` (``OptimizedModule``)."""
 
 
 Places = Mapping[str, Mapping[str, tuple[StoredTensor, ...]]]

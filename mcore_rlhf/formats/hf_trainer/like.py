@@ -73,7 +73,9 @@ class Like:
         """
         if folder is None:
             return cls()
-        if not is_sharded(folder) and not (folder / files.optimizer).is_file():
+        numbered = not is_sharded(folder) and (folder / files.optimizer).is_file()
+        alone = (folder / (files.counters or files.alone)).is_file()  # as after save_only_model
+        if not is_sharded(folder) and not numbered and not alone:
             if next(folder.glob("*/*_model_states.pt"), None) is not None:
                 raise Unsupported(
                     f"--like: {folder} was saved under DeepSpeed, and --to {files.format} writes the files of a run without it\n"
@@ -83,7 +85,7 @@ class Like:
                 f"--like: {folder} has no {files.optimizer}\nGive a checkpoint that the trainer itself wrote, of any step."
             )
         groups: tuple[ParamGroup, ...] = ()
-        if not is_sharded(folder):
+        if numbered:
             optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
             order = next((one for one in orders if optimizer.count <= len(one)), orders[-1])
             optimizer.name(order, shapes, notes)

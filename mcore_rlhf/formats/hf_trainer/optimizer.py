@@ -7,7 +7,7 @@ shape. Source: torch 2.13.0, ``optim/optimizer.py`` (``state_dict``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, Shape
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
-from mcore_rlhf.families.lora.names import LORA_A, in_base, in_memory
+from mcore_rlhf.families.lora.names import LORA_A, AdapterTensor, in_memory, in_original
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.huggingface.order import module_order
 from mcore_rlhf.models.spec import ModelSpec
@@ -163,16 +163,37 @@ def trainable_order(config: Mapping[str, object], model: ModelSpec, frozen: Coll
     adapted = {name: found for name in names if (found := in_memory(name)) is not None}
     if not adapted:
         return module_order(config, names)
+    _refuse_several(adapted.values())
     bases = {name: _base_of(name) for name in names}
     places = {name: at for at, name in enumerate(module_order(config, set(bases.values())))}
-    inside = {name: 0 if name not in adapted or adapted[name].kind == LORA_A else 1 for name in names}
-    return sorted(names, key=lambda name: (places[bases[name]], inside[name]))
+    last: dict[str, int] = {}  # of the layer that a module with an adapter has inside, its bias included
+    for name in names:
+        module = bases[name].rpartition(".")[0]
+        last[module] = max(last.get(module, 0), places[bases[name]])
+
+    def place(name: str) -> tuple[int, int]:
+        found = adapted.get(name)
+        return (places[bases[name]], 0) if found is None else (last[found.module], 1 if found.kind == LORA_A else 2)
+
+    return sorted(names, key=place)
+
+
+def _refuse_several(adapted: Iterable[AdapterTensor]) -> None:
+    """Of two adapters of a module, the one that was added first comes first in its optimizer; safetensors are sorted by name."""
+    first: dict[tuple[str, str], AdapterTensor] = {}
+    for tensor in adapted:
+        other = first.setdefault((tensor.module, tensor.kind), tensor)
+        if other.adapter != tensor.adapter:
+            raise Unsupported(
+                f"{tensor.module} has the adapters {other.adapter} and {tensor.adapter}, and no file says which was added first\n"
+                "Save a run in which each module has one adapter."
+            )
 
 
 def _base_of(name: str) -> str:
     """What the base calls the weight that a tensor of an adapter changes."""
     found = in_memory(name)
     if found is None:
-        return in_base(name) or name
+        return in_original(name)
     last = name.rpartition(".")[2]
     return f"{found.module}.{last if last == 'bias' else 'weight'}"

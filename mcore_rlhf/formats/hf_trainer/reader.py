@@ -16,6 +16,7 @@ from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.state import EPOCH, MOST_STEPS
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
+from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
@@ -154,6 +155,9 @@ class _RunReader:
                 f"{optimizer.where}: the optimizer has numbers in the place of names, by the order of the model's parameters: {first}\n"
                 f"{rest}\n--no-optimizer takes the weights alone."
             ) from None
+        adapters = [name for name in order if OF_ADAPTER.fullmatch(name)]
+        if optimizer.count == len(adapters):  # given what is trained alone, beside a base that is not
+            order = adapters
         optimizer.name(order, weights.model.shapes, self.notes)
         return order
 

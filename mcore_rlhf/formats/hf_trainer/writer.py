@@ -25,10 +25,11 @@ from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
 from mcore_rlhf.families.fsdp.state import MADE, is_of_one, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
-from mcore_rlhf.families.lora.names import OF_ADAPTER
+from mcore_rlhf.families.lora.names import BASE_LAYER, OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
 from mcore_rlhf.families.module import CONFIG, ModuleState, described, loose_values
-from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
@@ -55,10 +56,16 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     """
     module = ModuleState.needed(source, files.format)
     adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
+    prepared = adapted and not files.counters and any(f".{BASE_LAYER}." in spec.name for spec in source.model.params)
+    adapted = adapted and not prepared
     if adapted and HfRunState.of(source) is None:
         source = adapter_alone(source, options.reference_config)
         module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
+    given = None if options.like is None else Path(options.like).expanduser()
+    shown = None if given is None else _shown(given, weights[0])
+    spelled = (module if shown is None else ModuleState.needed(shown)).spelled
+    packed = not files.counters and (shown is None or repacked(shown, config, packs_experts=False) is not shown)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         check_groups(source)
@@ -68,12 +75,15 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
         if config:
             base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
     else:
-        base = _alone(source, module, config, options, weights[adapted])
+        base = (
+            _as_prepared(source, config, spelled, options, weights[0])
+            if prepared or spelled
+            else _alone(source, config, options, weights[adapted], packed=packed)
+        )
     asked = optimizer or options.like is not None
     whole = trainable_order(config, source.model, module.buffers) if asked else []
     still = _still(source, module)
     order = [name for name in whole if name not in still]
-    given = None if options.like is None else Path(options.like).expanduser()
     like = Like.read(given, files, (order, whole), source.model.shapes)
     return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()
 
@@ -91,22 +101,41 @@ def _still(source: Source, module: ModuleState) -> set[str]:
 
 
 def _alone(
-    source: Source, module: ModuleState, config: Mapping[str, object], options: WriteOptions, weights: Format
-) -> Target:  # fmt: skip
-    """The weights without an optimizer, with experts one by one, as they are on disk."""
+    source: Source, config: Mapping[str, object], options: WriteOptions, weights: Format, *, packed: bool = False
+) -> Target:
+    """The weights without an optimizer, with experts one by one, as transformers saves them, or packed, as its modules have them."""
+    module = ModuleState.needed(source)
     state = TrainingState(0, other={key: value for key, value in source.state.other.items() if key == CARRIED})
     masters = tuple(state for state in source.states if state == MASTER)
     alone = replace(
         source, optimizer=None, states=masters, state=state, origin={}, family=replace(module.base(), rng=())
     )
-    if config:
-        alone = repacked(described(alone, lambda: config), config, packs_experts=False)
+    if config and not (packed and module.packs_experts):
+        alone = repacked(described(alone, lambda: config), config, packs_experts=packed)
     trained = source.optimizer is not None and not options.no_optimizer
     wanted = replace(options, masters=trained and bool(masters), no_optimizer=True, with_optimizer=False)
     target = weights.target(alone, wanted)
-    if trained and config and alone.model.params != source.model.params:
+    if trained and config and not packed and alone.model.params != source.model.params:
         target.report.through([_EXPERTS], source)
     return target
+
+
+def _as_prepared(
+    source: Source, config: Mapping[str, object], spelled: Mapping[str, str], options: WriteOptions, weights: Format
+) -> Target:
+    """The weights under the names of the module that a script prepared: compiled, or with an adapter in it; no class has them all."""
+    plain = replace(source, family=replace(ModuleState.needed(source).base(), config={}, shared={}))
+    named = renamed(plain, lambda name: spelled.get(name, name)) if spelled else plain
+    base = _alone(named, {}, replace(options, reference_config=None, tokenizer=None), weights)
+    if not config:
+        return base
+    base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
+    return replace(base, holds={**base.holds, **{Item(Kind.CONFIG, key): value for key, value in config.items()}})
+
+
+def _shown(like: Path, weights: Format) -> Source | None:
+    """The weights of a step of the run's own, by which it is seen what its module calls them; None where it has none of a whole model."""
+    return weights.read(like, ReadOptions(optimizer=False)) if weights.detect(like) else None
 
 
 def _is_sharded(source: Source, module: ModuleState, options: WriteOptions) -> bool:
