@@ -158,7 +158,8 @@ OF_SHARDS = frozenset(
         "torch._tensor._rebuild_from_type_v2", "torch._utils._rebuild_wrapper_subclass", "torch.serialization._get_layout",
         "torch.distributed.tensor.DTensor", "torch.distributed.tensor._dtensor_spec.DTensorSpec",
         "torch.distributed.tensor._dtensor_spec.TensorMeta", "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
-        "torch.distributed.tensor.placement_types.Shard", "torch.distributed.device_mesh.DeviceMesh",
+        "torch.distributed.tensor.placement_types.Shard", "torch.distributed.tensor.placement_types.Replicate",
+        "torch.distributed.device_mesh.DeviceMesh",
         "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
     }
 )  # fmt: skip

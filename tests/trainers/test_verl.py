@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -127,6 +128,21 @@ def test_what_verl_saves_after_a_resume_is_read(lab: Lab) -> None:
     moment = tensor_of(source, "model.norm.weight", "exp_avg")
     assert moment.abs().max() > 0
     assert verify(later, ReadOptions()).intact
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_verl_goes_on_with_copies_of_the_model(lab: Lab, strategy: str) -> None:
+    """``fsdp_size`` smaller than the world: files name the groups of their mesh, in which FSDP1 gathers. Such files were not written."""
+    how = {"strategy": strategy, "fsdp_size": 2}
+    run, wanted = lab.trained("0.9.1", world=4, **how)
+    there = lab.made(run, f"{strategy}-copies-there", "megatron", tp=2)
+    folders = [lab.made(run, f"{strategy}-copies-same"), lab.made(there, f"{strategy}-copies", like=str(run))]
+    seen = lab.carry_out("0.9.1", 4, [one for at in folders for one in (("load", at), ("train", 2))], seed=7, **how)
+    assert losses(seen) == losses(wanted) * 2
+    with pytest.raises(UsageError, match="has 4 ranks, 2 of them to a copy of the model, and 2 are to be written"):
+        lab.made(there, f"{strategy}-copies-fewer", like=str(run), dp=2)
+    lab.made(run, f"{strategy}-one", dp=3)  # other ranks have one copy together
 
 
 @pytest.mark.parametrize("original", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["flat", "original"])

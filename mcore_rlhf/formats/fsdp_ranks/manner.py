@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mcore_rlhf.families.fsdp.order import units_of
 from mcore_rlhf.families.fsdp.state import SCHEDULER
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
-from mcore_rlhf.storage.dcp.sharded import NEWEST, Mesh, Release
+from mcore_rlhf.storage.dcp.sharded import NEWEST, Copies, Mesh, Release
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
@@ -58,6 +59,7 @@ class Manner:
         says_names: Whether its param groups list names (``param_names``).
         members: The parameters of each, in its optimizer's order; None where nobody said.
         strategy: What each rank's file says of its strategy, as SkyRL's do; empty for others'.
+        copies: How ranks are dealt to copies of the model (HSDP); None where all have one together.
     """
 
     version: int = 2
@@ -73,6 +75,7 @@ class Manner:
     says_names: bool = False
     members: tuple[tuple[str, ...], ...] | None = None
     strategy: str = ""
+    copies: Copies | None = None
 
     @property
     def loader(self) -> str:
@@ -83,7 +86,11 @@ class Manner:
 
     def mesh(self, world: int, rank: int) -> Mesh:
         """The ranks, as one of them sees them."""
-        return Mesh(self.device, world, rank, self.axis, self.release)
+        return Mesh(self.device, world, rank, self.axis, self.release, self.copies)
+
+    def width(self, world: int) -> int:
+        """The ranks among which a tensor is cut."""
+        return world if self.copies is None else self.copies.width
 
     def cuts(self, world: int) -> bool:
         """Whether the model's tensors are DTensors: FSDP1 cuts nothing where it is alone.
@@ -94,13 +101,15 @@ class Manner:
 
     def dim(self, global_shape: Shape, world: int) -> int:
         """The dimension along which a tensor is cut."""
-        dividing = (dim for dim, size in enumerate(global_shape) if size % world == 0)
+        dividing = (dim for dim, size in enumerate(global_shape) if size % self.width(world) == 0)
         return next(dividing, 0) if self.divides else 0
 
     def __str__(self) -> str:
         dims = "the first dimension that the ranks divide" if self.divides else "dimension 0"
         whose = "" if self.items is None else "torch_checkpointing's, "
         mesh = f"mesh {self.axis!r}" if self.axis else "mesh without names"
+        if self.copies is not None:
+            mesh += f" of {self.copies.width} ranks in each of {len(self.copies.groups) // self.copies.width} copies"
         return f"{whose}FSDP{self.version}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
 
 
@@ -108,25 +117,57 @@ def manner_of(files: list[RankFile]) -> Manner:
     """How model files were written.
 
     Args:
-        files: Those of all ranks, or of some.
+        files: Those of all ranks, or of the first, where these are one copy.
 
     Raises:
-        Unsupported: Their mesh has several axes (HSDP).
+        Unsupported: Their mesh has several axes that cut, or what it says of copies (HSDP) is not understood.
     """
     parts = [part for _, part in _named(files)]
     first = next(iter(parts), None)
     if first is None:
         return Manner()
-    if len(first.dims) > 1:
-        names = " × ".join(first.mesh.names) or f"{len(first.dims)} axes"
-        raise Unsupported(
-            f"{files[0].directory.path}: is of a mesh of {names} (HSDP); such rank files are read, and not written\n"
-            "Write them for a run with fsdp_size: -1."
-        )
+    copies = None if len(first.dims) == 1 else _copies(files)
     said, plain = first.mesh, Manner()
-    name = said.names[0] if said.names else plain.axis
+    name = said.names[-1] if said.names else plain.axis
     divides = any(part.dims[-1] for part in parts)
-    return Manner(device=said.device or plain.device, axis=name, release=said.release, divides=divides)
+    return Manner(device=said.device or plain.device, axis=name, release=said.release, divides=divides, copies=copies)
+
+
+def _copies(files: list[RankFile]) -> Copies:
+    """How the ranks of a mesh of two axes are dealt to copies, by the files of all of them."""
+    firsts = [next((part for _, part in _named([file])), None) for file in files]
+    meshes = [part.mesh for part in firsts if part is not None and len(part.dims) == 2 and part.dims[0] is None]
+    shapes = {mesh.shape for mesh in meshes if len(mesh.shape) == len(mesh.groups) == 2}
+    if len(meshes) == len(files) and len(shapes) == 1 and prod(shape := shapes.pop()) == len(files):
+        name = meshes[0].names[0] if meshes[0].names else ""
+        return Copies(name, shape[1], tuple(mesh.groups for mesh in meshes))
+    axes = " × ".join(firsts[0].mesh.names) if firsts[0] is not None else ""
+    raise Unsupported(
+        f"{files[0].directory.path}: is of a mesh of {axes or 'several axes'}; rank files of a mesh are written where it has one axis, or "
+        "has copies along its first\nWrite them for a run with fsdp_size: -1."
+    )
+
+
+def dealt_to(found: Manner, world: int, like: str | None) -> Manner:
+    """The same for so many ranks: how they are dealt to copies is known of a run with as many alone, since files name its groups.
+
+    Args:
+        found: How a run's files were written.
+        world: The ranks that are to have some.
+        like: The folder that showed it; None for the source's own.
+
+    Raises:
+        UsageError: The run that is shown has other ranks.
+    """
+    copies = found.copies
+    if copies is None or len(copies.groups) == world:
+        return found
+    if like is None:
+        return replace(found, copies=None)
+    raise UsageError(
+        f"--like {like}: has {len(copies.groups)} ranks, {copies.width} of them to a copy of the model, and {world} are to be written\n"
+        f"Give --dp {len(copies.groups)}, or a folder that a run of {world} ranks saved."
+    )
 
 
 def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], optimizer: list[RankFile]) -> Manner:
@@ -196,6 +237,8 @@ def like(folder: str, role: str) -> Manner:
         )
     listed = rank_files(root, optimizer=False)
     model = [read_rank_file(root, listed[MODEL][0])]
+    if any(len(part.dims) > 1 for _, part in _named(model)):
+        model += [read_rank_file(root, name) for name in listed[MODEL][1:]]
     optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
     extra = read_pt(root, listed[EXTRA][0]).tree if listed[EXTRA] else {}
     scheduler = extra.get(SCHEDULER) if isinstance(extra, Mapping) else None

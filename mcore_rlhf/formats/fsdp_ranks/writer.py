@@ -46,7 +46,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from . import rank_items
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
 from .groups import as_run_has, rates_of
-from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, like
+from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, dealt_to, like
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
 
@@ -63,9 +63,11 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     report = source.notes.for_target()
     module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
     manner, shown_by = _manner(source, own, options)
-    world = options.dp or source.parallel.dp
+    shown = () if manner.copies is None or options.like is None else manner.copies.groups
+    world = options.dp or len(shown) or source.parallel.dp
     if world > MOST_RANKS:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
+    manner = dealt_to(manner, world, options.like)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer and manner.original:
         raise Unsupported(
@@ -146,6 +148,11 @@ class _Ranks:
     def dtype(self) -> DType | None:
         """What trained parameters become; None to leave them."""
         return None if self.options.dtype is None else dtype_of(self.options.dtype)
+
+    @property
+    def width(self) -> int:
+        """The ranks that have the model together."""
+        return self.manner.width(self.world)
 
     def has_place(self, item: str) -> bool:
         """Whether the run's files have one for it."""
@@ -325,7 +332,7 @@ class _Ranks:
                 continue
             dim = self.manner.dim(shape, self.world)
             tree[name] = dtensor(
-                file.add(entry.name, shape, dtype, part(shape, dim, self.world, rank)), shape, dim, mesh
+                file.add(entry.name, shape, dtype, part(shape, dim, self.width, rank % self.width)), shape, dim, mesh
             )
         called = {SCORE: VALUE_HEAD} if self.manner.strategy else {}
         return file.layout(OrderedDict((called.get(name, name), value) for name, value in tree.items()))
@@ -337,7 +344,7 @@ class _Ranks:
             held: dict[str, Any] = {}
             for entry in self._states(name):
                 dim = self.manner.dim(entry.global_shape, self.world)
-                box = part(entry.global_shape, dim, self.world, rank)
+                box = part(entry.global_shape, dim, self.width, rank % self.width)
                 held[entry.name.state] = dtensor(
                     file.add(entry.name, entry.global_shape, entry.dtype, box), entry.global_shape, dim, mesh
                 )
@@ -378,7 +385,7 @@ class _Ranks:
             held = {}
             for kind, entry in entries[first].items():
                 of = [(entries[name][kind].name, shape) for name, shape in unit.shapes.items()]
-                held[kind] = _flattened(file, of, entry.dtype, unit, self.world, rank)
+                held[kind] = _flattened(file, of, entry.dtype, unit, self.width, rank % self.width)
             state[number] = {**self._scalars(first), **held}
         return file.layout(self._optimizer(state, [len(units)]))
 

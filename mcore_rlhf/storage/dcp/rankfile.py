@@ -23,6 +23,8 @@ from ..unpickle import Vocabulary
 from .sharded import NEWEST, Release
 
 _DTENSOR = "DTensor"
+_LONGEST = 256
+"""No name of a group is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,15 @@ class MeshSaid:
         device: On what it computes; empty where that is no word.
         names: What it calls the axes of its mesh; empty where they have no names.
         release: Releases of torch that write such a mesh.
+        shape: How long its axes are; empty where that is not understood.
+        groups: What torch calls the groups that the rank has along them; empty likewise.
     """
 
     device: str = ""
     names: tuple[str, ...] = ()
     release: Release = NEWEST
+    shape: Shape = ()
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh: dict[str, Any]) -> MeshSaid:
@@ -47,7 +53,8 @@ class MeshSaid:
         device, names = mesh.get(f"{first}device_type"), mesh.get(f"{first}mesh_dim_names")
         listed = tuple(names) if isinstance(names, tuple | list) else ()
         known = device if isinstance(device, str) and device.isidentifier() else ""
-        return cls(known, listed if all(type(name) is str for name in listed) else (), release)
+        groups = _texts(mesh.get("_dim_group_names"))
+        return cls(known, listed if all(type(name) is str for name in listed) else (), release, _axes(mesh), groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,22 @@ def _rank_of(mesh: dict[str, Any]) -> Any:
     place = mesh.get("_coordinate_on_dim")
     alone = isinstance(place, list | tuple) and len(place) == 1
     return mesh.get("_rank", place[0] if alone and isinstance(place, list | tuple) else None)
+
+
+def _axes(mesh: dict[str, Any]) -> Shape:
+    """How long a mesh's axes are, as one of the releases says it."""
+    layout = _state(mesh.get("_layout"))
+    axes, shape = layout.get("axes"), layout.get("shape", getattr(mesh.get("mesh"), "shape", None))
+    if isinstance(axes, tuple | list):
+        shape = tuple(size for axis in axes for size in _state(axis).get("shape", ()) or (1,))
+    known = isinstance(shape, tuple | list) and all(type(size) is int and size > 0 for size in shape)
+    return tuple(shape) if known and shape is not None else ()
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Short texts of a list; nothing where some are none."""
+    listed = tuple(value) if isinstance(value, tuple | list) else ()
+    return listed if all(type(text) is str and len(text) < _LONGEST for text in listed) else ()
 
 
 def _dim(placement: Any) -> int | None:

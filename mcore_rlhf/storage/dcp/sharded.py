@@ -55,6 +55,21 @@ NEWEST = Release.T2_15
 """What is written where nothing shows which: 2.13 reads it as well, which asks nothing of an attribute more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """An axis in front of the one along which a mesh cuts, whose ranks have the same (HSDP).
+
+    Args:
+        name: What the mesh calls it; empty where its axes have no names.
+        width: Ranks of a copy, which stand behind one another.
+        groups: For each rank of the world, what torch calls the groups that it has along the two axes; FSDP1 gathers in those of a file.
+    """
+
+    name: str
+    width: int
+    groups: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The ranks of a world in a row, as one of them sees them.
@@ -72,11 +87,28 @@ class Mesh:
     rank: int
     name: str = "fsdp"
     release: Release = NEWEST
+    copies: Copies | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
         """What it calls its axes."""
-        return (self.name,) if self.name else None
+        outer = () if self.copies is None else (self.copies.name,)
+        return (*outer, self.name) if self.name else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How long they are."""
+        return (self.world,) if self.copies is None else (self.world // self.copies.width, self.copies.width)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the rank is along them."""
+        return (self.rank,) if self.copies is None else divmod(self.rank, self.copies.width)
+
+    @property
+    def groups(self) -> list[str]:
+        """What torch calls its groups along them."""
+        return [_WORLD] if self.copies is None else [*self.copies.groups[self.rank]]
 
     @cached_property
     def made(self) -> Made:
@@ -111,9 +143,10 @@ def dtensor(stored: StoredTensor, global_shape: Shape, dim: int, mesh: Mesh) -> 
 
 def _spec(mesh: Mesh, dim: int, meta: tuple[Any, ...]) -> Made:
     placement = _object(f"{_TENSOR}.placement_types.Shard", {"dim": dim})
-    fields = {"mesh": mesh.made, "placements": (placement,), "tensor_meta": _tuple(f"{_SPEC}.TensorMeta", *meta)}
+    outer = () if mesh.copies is None else (_object(f"{_TENSOR}.placement_types.Replicate", {}),)
+    fields = {"mesh": mesh.made, "placements": (*outer, placement), "tensor_meta": _tuple(f"{_SPEC}.TensorMeta", *meta)}
     if mesh.release is not Release.T2_8:
-        fields["shard_order"] = (_tuple(f"{_SPEC}.ShardOrderEntry", dim, (0,)),)
+        fields["shard_order"] = (_tuple(f"{_SPEC}.ShardOrderEntry", dim, (len(outer),)),)
         fields["use_strided_shard_as_shard_order"] = False
     return _object(f"{_SPEC}.DTensorSpec", {**fields, "_hash": None})
 
@@ -126,26 +159,29 @@ def _tuple(name: str, *values: Any) -> Made:
     return Made(TorchName(name), values, None, new=True)
 
 
-def _ranks(mesh: Mesh) -> SmallTensor:
+def _ranks(mesh: Mesh, shape: Shape) -> SmallTensor:
     data = b"".join(rank.to_bytes(4, "little") for rank in range(mesh.world))
-    return SmallTensor(data, dtype_of("int32"), (mesh.world,), (1,))
+    return SmallTensor(data, dtype_of("int32"), shape, row_major(shape))
 
 
 def _of_2_8(mesh: Mesh) -> dict[str, Any]:
     return {
-        "device_type": mesh.device, "mesh": _ranks(mesh), "mesh_dim_names": mesh.names,
-        "_flatten_mesh_list": tuple(range(mesh.world)), "_thread_id": None, "_dim_group_names": [_WORLD],
-        "_coordinate_on_dim": [mesh.rank], "_hash": None,
+        "device_type": mesh.device, "mesh": _ranks(mesh, mesh.shape), "mesh_dim_names": mesh.names,
+        "_flatten_mesh_list": tuple(range(mesh.world)), "_thread_id": None, "_dim_group_names": mesh.groups,
+        "_coordinate_on_dim": [*mesh.place], "_hash": None,
     }  # fmt: skip
 
 
 def _of_2_10(mesh: Mesh) -> dict[str, Any]:
-    return _since_2_10(mesh, {"shape": (mesh.world,), "stride": (1,)})
+    return _since_2_10(mesh, {"shape": mesh.shape, "stride": row_major(mesh.shape)})
 
 
 def _of_2_13(mesh: Mesh, **more: Any) -> dict[str, Any]:
-    axis = {"shape": (mesh.world,), "stride": (1,)} if mesh.world > 1 else {"shape": (), "stride": ()}
-    return _since_2_10(mesh, {"axes": (_object(f"{_LAYOUT}._FlatLayout", axis),)}, more)
+    along = zip(mesh.shape, row_major(mesh.shape), strict=True)
+    axes = [
+        {"shape": (size,), "stride": (stride,)} if size > 1 else {"shape": (), "stride": ()} for size, stride in along
+    ]
+    return _since_2_10(mesh, {"axes": tuple(_object(f"{_LAYOUT}._FlatLayout", axis) for axis in axes)}, more)
 
 
 def _of_2_15(mesh: Mesh) -> dict[str, Any]:
@@ -157,9 +193,9 @@ def _since_2_10(
     mesh: Mesh, layout: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     return {
-        "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh),
+        "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh, (mesh.world,)),
         "_mesh_dim_names": mesh.names, "_root_mesh": None, **more, "_flatten_rank_map": tuple(range(mesh.world)), "_thread_id": None,
-        "_flatten_mapping": {}, "_dim_group_names": [_WORLD], "_rank": mesh.rank, "_coordinate_on_dim": (mesh.rank,), "_hash": None,
+        "_flatten_mapping": {}, "_dim_group_names": mesh.groups, "_rank": mesh.rank, "_coordinate_on_dim": mesh.place, "_hash": None,
     }  # fmt: skip
 
 
