@@ -137,8 +137,8 @@ def _copies(files: list[RankFile]) -> Copies:
     """How the ranks of a mesh of two axes are dealt to copies, by the files of all of them."""
     firsts = [next((part for _, part in _named([file])), None) for file in files]
     meshes = [part.mesh for part in firsts if part is not None and len(part.dims) == 2 and part.dims[0] is None]
-    shapes = {mesh.shape for mesh in meshes if len(mesh.shape) == len(mesh.groups) == 2}
-    if len(meshes) == len(files) and len(shapes) == 1 and prod(shape := shapes.pop()) == len(files):
+    shapes = {mesh.shape if len(mesh.shape) == len(mesh.groups) == 2 else () for mesh in meshes}
+    if len(meshes) == len(files) and len(shapes) == 1 and (shape := shapes.pop()) and prod(shape) == len(files):
         name = meshes[0].names[0] if meshes[0].names else ""
         return Copies(name, shape[1], tuple(mesh.groups for mesh in meshes))
     axes = " × ".join(firsts[0].mesh.names) if firsts[0] is not None else ""
