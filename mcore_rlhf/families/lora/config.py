@@ -46,7 +46,10 @@ class AdapterConfig:
             raise Unsupported(f'{where}: expected an object such as {{"r": 16}}, found {type(values).__name__}')
         kind = values.get("peft_type", LORA)
         if kind != LORA:
-            raise Unsupported(f"{where}: peft_type is {kind}, and only {LORA} adapters are known")
+            raise Unsupported(
+                f"{where}: peft_type is {kind}, and only {LORA} adapters are known\n"
+                "Let peft merge it where it can (merge_and_unload) and convert the model; the run itself goes on from its own step alone."
+            )
         problems = Problems()
         for name, types in _TYPES.items():
             value = values.get(name)
