@@ -72,7 +72,6 @@ class DistParts:
         sharding: How its loader takes a distributed optimizer's states where it takes the weights from there, too.
         arguments: What decides how its buffers are cut, as its runs have it unless they are told otherwise.
         told: How the trainer is told to take the weights from there, with ``{path}`` for the step's folder.
-        by_steps: Whether its scheduler counts steps, and not samples.
     """
 
     model: str
@@ -84,7 +83,6 @@ class DistParts:
     sharding: str
     arguments: Mapping[str, object]
     told: str
-    by_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +133,9 @@ class WriteOptions(FormatOptions):
     )
     ep: int | None = option(COUNT, "Expert-parallel degree.", group=LAYOUT, takes=Takes.MEGATRON)
     etp: int | None = option(
-        COUNT,
-        "Tensor-parallel degree of experts.",
-        group=LAYOUT,
-        more="Without it, it follows TP where it did in the source.",
+        COUNT, "Tensor-parallel degree of experts.", group=LAYOUT, more="Without it, it follows TP where it did in the source.",
         takes=Takes.MEGATRON,
-    )
+    )  # fmt: skip
     dp: int | None = option(
         COUNT,
         "Data-parallel degree.",
@@ -188,13 +183,9 @@ class WriteOptions(FormatOptions):
     )
     vocab_size: int | None = field(default=None, metadata={"option": VOCABULARY_ROW})
     padded_vocab_size: int | None = option(
-        COUNT,
-        "Rows of the embedding.",
-        group=LAYOUT,
+        COUNT, "Rows of the embedding.", group=LAYOUT, takes=Takes.MEGATRON, default="Megatron's own rule",
         more="The rule: a multiple of `make_vocab_size_divisible_by` × TP; unchanged where TP is.",
-        takes=Takes.MEGATRON,
-        default="Megatron's own rule",
-    )
+    )  # fmt: skip
     zero_stage: int | None = option(
         number(0, 3, "0-3"),
         "ZeRO stage of a DeepSpeed target.",
@@ -225,6 +216,11 @@ class WriteOptions(FormatOptions):
         more="Megatron-core 0.19 finds a group by them: the `--lr` and `--min-lr` of the run that goes on.",
         takes=Takes.MEGATRON,
     )
+    global_batch_size: int | None = option(
+        COUNT, "Samples of a step, where the source's schedule counts steps and Megatron-LM's counts samples.", group=CONTENT,
+        more="verl's, SkyRL's and AReaL's count steps, and say nowhere how many samples one has.", takes=Takes.MEGATRON,
+        default="that of its `args`",
+    )  # fmt: skip
     max_shard_size: int | None = option(
         size(),
         "Largest file of a Hugging Face folder.",

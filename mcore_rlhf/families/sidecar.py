@@ -264,8 +264,8 @@ class FormerFamily:
     """What is there; empty for a run that was never another family's.
 
     Args:
-        values: Of Megatron's: ``iteration``, ``config``, ``args``, ``spelling``, ``experts``, ``mtp``, ``scheduler``, ``other``; of a
-            module's: ``iteration``, ``module``, ``laid_out``.
+        values: Of Megatron's: ``iteration``, ``config``, ``args``, ``spelling``, ``experts``, ``mtp``, ``scheduler``, ``by_steps``,
+            ``other``; of a module's: ``iteration``, ``module``, ``laid_out``.
     """
 
     values: Mapping[str, object]
@@ -293,6 +293,11 @@ class FormerFamily:
     def scheduler(self, iteration: int) -> dict[str, object] | None:
         """The scheduler's state, unless the run went on since."""
         return self._section("scheduler") or None if self.values.get("iteration") == iteration else None
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether that counts steps."""
+        return self.values.get("by_steps") is True
 
     def spelling(self, implementation: str | None) -> Spelling:
         """Whose names Megatron's side is to have.
@@ -336,6 +341,7 @@ def origin_of_megatron(source: Source, config: Mapping[str, object], spelling: S
     return {
         "iteration": old.iteration, "config": dict(config), "args": plain(old.args), "spelling": spelling.implementation,
         "experts": spelling.experts, "mtp": spelling.mtp, "scheduler": dict(old.scheduler or {}), "other": plain(old.other),
+        **({"by_steps": True} if old.by_steps else {}),
     }  # fmt: skip
 
 

@@ -98,6 +98,7 @@ class TrainingState:
         scheduler: The learning-rate scheduler's state, or None.
         grad_scaler: The loss scaler's state, or None.
         other: Further values, each under the format's own key, that are equal on all ranks.
+        by_steps: Whether a scheduler of Megatron-core's counts steps; Megatron-LM's counts samples.
     """
 
     iteration: int
@@ -107,6 +108,7 @@ class TrainingState:
     scheduler: dict[str, object] | None = None
     grad_scaler: object | None = None
     other: dict[str, object] = field(default_factory=dict)
+    by_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,4 +439,5 @@ def held_by(folder: ReadablePath) -> Held:
         fsdp=module.fsdp if module is not None else 0,
         args=state.args,
         values=frozenset(map(str, state.other)),
+        counted=at if type(at := (state.scheduler or {}).get("num_steps")) is int else 0,
     )

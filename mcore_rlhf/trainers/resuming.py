@@ -72,6 +72,7 @@ class Held:
         fsdp: The version of FSDP whose rank files they are; 0 where nobody knows.
         args: The run's arguments.
         values: Keys of further values.
+        counted: Where a schedule of Megatron-core's stands; 0 elsewhere.
         unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
         unportable: Whether that is because it is of use to its own framework alone, and nothing is known to be wrong with it.
     """
@@ -90,6 +91,7 @@ class Held:
     fsdp: int = 0
     args: Mapping[str, object] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
+    counted: int = 0
 
 
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")

@@ -25,7 +25,7 @@ _PARTS = DistParts(
     SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
     "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
     f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
-    f"{_SCHEDULE}", by_steps=True,
+    f"{_SCHEDULE}",
 )  # fmt: skip
 TRAINER = Trainer(
     name="verl",

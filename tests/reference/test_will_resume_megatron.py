@@ -14,7 +14,9 @@ from typing import Any, cast
 import pytest
 
 from mcore_rlhf.convert import convert
-from mcore_rlhf.families.options import ConvertOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
@@ -136,3 +138,19 @@ def test_what_comes_from_elsewhere_goes_on_by_the_arguments_own_rates(scripts: S
     seen = [scripts.run("pretrain_gpt.py", [*flags, "--load", str(tmp_path / name)])[0] for name in ("made", "own")]
     assert seen[0] == seen[1]
     assert min(map(int, seen[0])) == FROM + 1
+
+
+@pytest.mark.parametrize("option", ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"])
+def test_a_schedule_that_verl_counted_in_steps_goes_on_at_the_same_rates(
+    scripts: Scripts, whole: Seen, option: str, tmp_path: Path
+) -> None:
+    """With the first option the file decides the place in the schedule alone, with the other all of it."""
+    root = tmp_path / "theirs"
+    shutil.copytree(scripts.folder / "theirs", root)
+    (root / "latest_checkpointed_iteration.txt").write_text(str(FROM))
+    verl = ConvertOptions(to="verl", fsync=False, write=WriteOptions(tp=2, padded_vocab_size=256))
+    convert_step(find(root, ReadOptions()), tmp_path / "verl", verl)
+    back = ConvertOptions(to="megatron", fsync=False, write=WriteOptions(padded_vocab_size=256))
+    convert(tmp_path / "verl" / f"global_step_{FROM}" / "actor", tmp_path / "back", back)
+    (seen, *_) = scripts.run("pretrain_gpt.py", [*PRETRAIN, option, "--load", str(tmp_path / "back")])
+    assert seen == {step: whole[0][step] for step in map(str, range(FROM + 1, FROM + 3))}

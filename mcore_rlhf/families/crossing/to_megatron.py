@@ -102,7 +102,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     notes.through(_RULES, seen)
     return replace(
         source, model=model, parallel=ParallelConfig(dp=source.parallel.world_size), catalog=catalog,
-        state=_state(source, origin, args, dealt.groups), notes=notes,
+        state=_state(source, origin, args, dealt.groups, options.global_batch_size), notes=notes,
         optimizer=None if source.optimizer is None else DISTRIBUTED if EXP_AVG in source.states else PLAIN,
         family=MegatronState(located=None, args=args, shards=[], order=list(_with_extra_states(relation)), unknown=[]),
         moved={**places.moved, **_waiting(source)}, origin=origin_of_module(source, family),
@@ -272,15 +272,18 @@ def _model(source: Source, relation: Relation, args: Arguments, tied: bool, size
     )
 
 
-def _state(source: Source, origin: FormerFamily, args: Arguments, groups: tuple[ParamGroup, ...]) -> TrainingState:
+def _state(
+    source: Source, origin: FormerFamily, args: Arguments, groups: tuple[ParamGroup, ...], batch: int | None
+) -> TrainingState:
     old = source.state
     return TrainingState(
         iteration=old.iteration,
         release=old.release,
         args=dict(args.values),
         groups=groups,
-        scheduler=origin.scheduler(old.iteration) or new_scheduler(source),
+        scheduler=(former := origin.scheduler(old.iteration)) or new_scheduler(source, batch),
         other={"checkpoint_version": 3.0, "iteration": old.iteration, **_counters(origin, old.iteration)},
+        by_steps=former is not None and origin.by_steps,
     )
 
 
@@ -324,6 +327,10 @@ class _InMegatron:
         """Buffers that Megatron does not have."""
         there = (*self.relation.huggingface, *self.frequencies())
         return [name for name in self.family.buffers if name not in there]
+
+    def made(self) -> Mapping[str, object] | None:
+        """Where a scheduler that is made stands."""
+        return made_at(self.source, self.options.global_batch_size)
 
     def client_state(self) -> list[str]:
         """Values for which Megatron has no place."""
@@ -430,9 +437,9 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
          "way back. {then}", lambda s: s.strange_states()),
     Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
          lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
-    Rule(Fate.LOST, f"lr_scheduler: is not like Megatron's; {MADE}", lambda s: made_at(s.source) if s.source.state.scheduler else None,
+    Rule(Fate.LOST, f"lr_scheduler: is not like Megatron's; {MADE}", lambda s: s.made() if s.source.state.scheduler else None,
          [Item(Kind.SCHEDULER)]),
-    Rule(Fate.NOTE, f"lr_scheduler: there is none; {MADE}", lambda s: made_at(s.source) if not s.source.state.scheduler else None),
+    Rule(Fate.NOTE, f"lr_scheduler: there is none; {MADE}", lambda s: s.made() if not s.source.state.scheduler else None),
     *(rule.of_part(lambda s: s.places) for rule in OF_PLACES),
 )  # fmt: skip
 """What a run of Megatron's has of its own, or under other names."""

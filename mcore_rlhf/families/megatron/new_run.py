@@ -25,8 +25,8 @@ from .folders import FileRank
 from .groups import CLASSES, Membership, without_classes
 from .new_layout import NewLayout, choose, same_coordinates
 from .remainders import has_remainders, kept_remainders
-from .schedule import in_steps
-from .state import LAID_OUT, MegatronState, RankValues, RngMaker, saved_rng
+from .schedule import counted_as
+from .state import LAID_OUT, SCHEDULER_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 
 _PRECISE = "use_precision_aware_optimizer"
 _OF_PRECISE = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -82,8 +82,9 @@ class NewRun:
             )
         _check_own_copies(source, choices.parallel.tp, ckpt_format)
         report = source.notes.for_target()
-        if options.run_of.parts is not None and options.run_of.parts.by_steps:
-            source = in_steps(source, report)
+        parts = options.run_of.parts
+        by_steps = parts is not None and parts.scheduler != SCHEDULER_KEYS[0]
+        source = counted_as(source, options.global_batch_size, report, by_steps=by_steps)
         if ckpt_format == "torch_dist":
             report.through(CLASSES, source.state.groups)
             source = replace(source, state=replace(source.state, groups=without_classes(source.state.groups)))

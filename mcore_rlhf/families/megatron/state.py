@@ -34,6 +34,14 @@ from .arguments import Arguments
 from .folders import FileRank, Located
 
 SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
+"""Megatron-LM's, and of trainers that save Megatron-core's parts themselves, each of which counts a step where Megatron-LM counts samples;
+Megatron-LM before 3.0 had the second as well, in its files of ranks.
+
+Sources: verl 0.9.1 ``workers/engine/megatron/transformer_impl.py`` (``lr_scheduler_step``: ``step(1)``), SkyRL 0.3.0
+``distributed/megatron/megatron_strategy.py`` (``optimizer_step``), AReaL 1.0.4 ``engine/megatron_engine.py`` (``lr_scheduler_step``); by
+samples: Megatron-Bridge, NeMo-RL 7ea279a ``megatron_policy_worker.py`` (``step(increment=gbs)``), RLinf a3816b5 ``megatron_worker.py``
+(``increment``), slime 624b824 and miles 31f1ca9 ``megatron_utils/model.py``, ms-swift 4.6.0 ``trainers/base.py``.
+"""
 RNG_KEYS = ("rng_state",)
 OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 PER_RANK_KEYS = ("rerun_state_machine",)

@@ -98,7 +98,13 @@ _STEP = "step"
 
 
 def with_steps(
-    values: OptimizerValues, args: Arguments, iteration: int, scheduler: Mapping[str, object] | None, notes: Report
+    values: OptimizerValues,
+    args: Arguments,
+    iteration: int,
+    scheduler: Mapping[str, object] | None,
+    notes: Report,
+    *,
+    by_steps: bool,
 ) -> tuple[ParamGroup, ...]:
     """The param groups, with the number of steps in those that lack it: they are the first rank's, and a group of which that trains no
     parameter takes no step there. Of such a folder Megatron itself goes on with Adam's bias correction begun anew, and says nothing.
@@ -112,12 +118,13 @@ def with_steps(
         iteration: The checkpoint's.
         scheduler: The schedule's state, which counts the samples of all updates.
         notes: Told where the number is from.
+        by_steps: Whether it counts the updates.
     """
     lacking = [group for group in values.groups if group.fields.get(_STEP) is None]
     if not (iteration and lacking and by_adam(args.values)) or _STEP in values.scalars:
         return values.groups
     said, text = {group.fields.get(_STEP) for group in values.groups} - {None}, "the others"
-    if not said and (batch := args.optional("global_batch_size")) and scheduler:
+    if not said and (batch := 1 if by_steps else args.optional("global_batch_size")) and scheduler:
         said, text = (
             ({iteration} if scheduler.get("num_steps") == iteration * batch else set()),
             "the iteration and the schedule",

@@ -388,17 +388,19 @@ class _DistReader:
         if self.train_state is not None and self.train_state.operations is not None:
             beside = {COUNTER: self.train_state.operations, **beside}
         top, located = self.folder.top, self.folder.located
-        scheduler = scheduler_in(top, self.notes)
+        scheduler, (in_samples, in_steps) = scheduler_in(top, self.notes), map(top.get, SCHEDULER_KEYS)
+        by_steps = in_samples is None and in_steps is not None
         note_scheduler(self.optimizer.kind, scheduler, self.notes)
         iteration = self._iteration()
         return TrainingState(
             iteration=iteration,
             release=located.release,
             args=dict(self.args.values),
-            groups=with_steps(self.optimizer, self.args, iteration, scheduler, self.notes),
+            groups=with_steps(self.optimizer, self.args, iteration, scheduler, self.notes, by_steps=by_steps),
             scheduler=None if scheduler is None else dict(scheduler),
             grad_scaler=self.optimizer.scaler,
             other={**{key: value for key, value in top.items() if key not in _PLACED}, **beside},
+            by_steps=by_steps,
         )
 
     def _iteration(self) -> int:

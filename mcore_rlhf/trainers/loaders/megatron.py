@@ -251,6 +251,12 @@ def cut_schedule(places: tuple[str, ...], key: str = "opt_param_scheduler") -> C
 _A_GROUP = re.compile(r"(?:optimizer/)?(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
 
 
+def _counts_steps(seen: Seen) -> object:
+    """Another trainer counted, and nobody made samples of its steps: ``{at}`` and ``{each}``."""
+    each, at = seen.held.args.get("global_batch_size"), seen.held.counted
+    return isinstance(each, int) and each > 1 and 0 < at == seen.step and {"at": at, "each": each}
+
+
 ROWS = rows_of(
     "Megatron-LM (megatron-core 0.19.2), megatron/training/checkpointing.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: “could not load the checkpoint”, and it exits with 0", "_load_base_checkpoint",
@@ -341,6 +347,8 @@ ROWS = rows_of(
         _IN_SCHEDULER, asked("override_opt_param_scheduler")),
     Habit((Thing.SCHEDULER,), _REFUSED, "no opt_param_scheduler is stored: a KeyError", "load_checkpoint",
         lambda seen: not seen.held.problem and not seen.held.scheduler),
+    Habit((Thing.SCHEDULER,), _IGNORED, "num_steps is {at}, as many as its iterations of {each} samples: it should count samples, and its "
+        "rates go on at another pace; nothing is said", _IN_SCHEDULER, _counts_steps, True),
     Habit((Thing.SCHEDULER,), _RESTORED, "opt_param_scheduler, whose rates must be the arguments' own, unless "
         "use_checkpoint_opt_param_scheduler is given", "load_checkpoint", ran=True),
     Habit((Thing.SCALER,), _RESTORED, "grad_scaler, with the optimizer", "load_checkpoint", lambda seen: seen.held.scaler),

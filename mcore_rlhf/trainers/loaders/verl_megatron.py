@@ -266,6 +266,9 @@ ROWS = (
         both(ON_MEGATRON, _adapted), True),
     Habit((Thing.WEIGHTS,), _RESTORED, f"{SPLIT_WEIGHTS}, by a bridge", _LINE.format("940"), ON_MEGATRON, True),
     Habit(OF_OPTIMIZER, _RESTORED, _OPTIMIZER, _LINE.format("946"), ON_MEGATRON, True),
+    Habit((Thing.SCHEDULER,), _IGNORED, "num_steps is {at} at step {step}: samples, where verl counts steps; its rates go on at another "
+        "pace; nothing is said", _LINE.format("962"),
+        both(ON_MEGATRON, lambda seen: 0 < (seen.step or 0) < seen.held.counted and {"at": seen.held.counted, "step": seen.step})),
     Habit((Thing.SCHEDULER,), _RESTORED, f"lr_scheduler in {_OPTIMIZER}", _LINE.format("962"), ON_MEGATRON, True),
     Habit((Thing.RNG,), _RESTORED, f"rng_state of each (PP, TP) rank, in {_EXTRA}", _LINE.format("978"), ON_MEGATRON, True),
 )  # fmt: skip

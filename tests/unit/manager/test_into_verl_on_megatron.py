@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcore_rlhf.convert import convert
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.families.megatron.schedule import counted_as
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import bytes_of
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import loader_named
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.trainers.resuming import Held, Outcome, Seen, Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
 
@@ -130,6 +135,47 @@ def test_nothing_is_lost_on_the_way(role: Path) -> None:
     assert (said["global_step"], said["world_size"], {one["path"] for one in said["contents"].values()}) == (
         2, 8, {f"{part}/dist_ckpt" for part in PARTS},
     )  # fmt: skip
+
+
+def test_a_schedule_of_steps_counts_samples_again_where_somebody_says_how_many_a_step_has(
+    role: Path, tmp_path: Path
+) -> None:
+    """verl's own runs have no ``args`` that would say it."""
+    there, back = open_checkpoint(MEGATRON, ReadOptions()), open_checkpoint(role, ReadOptions())
+    convert(role, tmp_path / "megatron", ConvertOptions(to="megatron", fsync=False))
+    assert open_checkpoint(tmp_path / "megatron", ReadOptions()).state.scheduler == there.state.scheduler
+    silent = replace(back, state=replace(back.state, args={}))
+    for given, fate, steps in ((8, Fate.DERIVED, 16), (None, Fate.LOST, 2), (1 << 62, Fate.LOST, 2)):
+        report = Report()
+        counted = counted_as(silent, given, report, by_steps=False)
+        assert (counted.state.scheduler or {})["num_steps"] == steps
+        assert [of for of, text in report.lines if "lr_scheduler" in text] == [fate]
+    for args in ({"global_batch_size": 8, "rampup_batch_size": [2, 2, 8]}, {"global_batch_size": "8"}):
+        odd = replace(back, state=replace(back.state, args=args))
+        assert counted_as(odd, None, Report(), by_steps=False).state.scheduler == back.state.scheduler
+    assert counted_as(counted_as(silent, 8, Report(), by_steps=False), None, Report(), by_steps=True) == silent
+
+
+def test_will_resume_names_a_schedule_that_counts_what_the_loader_does_not() -> None:
+    nothing = Seen("", frozenset(), frozenset(), {}, Held(), Settings({}), step=2)
+    args = open_checkpoint(MEGATRON, ReadOptions()).state.args
+    for name, counted, right in (("megatron-lm", 2, 16), ("verl", 16, 2)):
+        files = frozenset() if name == "megatron-lm" else frozenset({"optimizer/dist_ckpt/metadata.json"})
+        settings = Settings({"optim.use_checkpoint_opt_param_scheduler": True, "use_dist_checkpointing": True})
+        for at, outcome in ((counted, Outcome.IGNORED), (right, Outcome.RESTORED)):
+            held = Held(scheduler=True, optimizer=True, counted=at, args=args)
+            seen = replace(nothing, held=held, files=files, settings=settings)
+            said = {one.thing: one for one in loader_named(name)[0].prospects(seen)}[Thing.SCHEDULER]
+            assert said.row.outcome is outcome, (name, at, said.why)
+
+
+def test_what_counts_steps_is_known_beyond_another_family(role: Path, tmp_path: Path) -> None:
+    """DeepSpeed's files have no place for Megatron's schedule: it waits beside them."""
+    zero, back = tmp_path / "zero", tmp_path / "back"
+    convert(role, zero, ConvertOptions(to="deepspeed", fsync=False, write=WriteOptions(zero_stage=1, dp=2)))
+    convert(zero, back, ConvertOptions(to="megatron", fsync=False, write=WriteOptions(tp=1)))
+    wanted = open_checkpoint(MEGATRON, ReadOptions()).state.scheduler
+    assert open_checkpoint(back, ReadOptions()).state.scheduler == wanted
 
 
 def test_another_sharding_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
