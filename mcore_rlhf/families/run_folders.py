@@ -39,6 +39,31 @@ Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/megatron/megatron_
 """
 
 
+ADAPTED, SCHEDULE, RANDOM = (
+    "mca_config.json",
+    "scheduler.pt",
+    ("rng_state/rng_state_{rank}.pth", "rng_state_{rank}.pth"),
+)
+"""What a step of ROLL's has beside its only iteration, which is 1 at every step: the fields of the model's configuration, and what else
+goes on; random states lie at the second place in a step of mcore_adapter's own ``McaTrainer``, which LLaMA-Factory runs. The iteration has
+the weights as each rank has them, or in the first folder, and in the second a distributed optimizer.
+
+Source: ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/checkpointing.py`` (``save_config_and_state_dict``),
+``trainer/trainer.py`` (``McaTrainer``), ``roll/distributed/strategy/megatron_strategy.py`` (``MegatronTrainStrategy.save_checkpoint``).
+"""
+ADAPTED_MODEL, ADAPTED_OPTIMIZER = "dist_model", "dist_optimizer"
+
+
+def adapted_step(folder: ReadablePath) -> ReadablePath | None:
+    """The step of ROLL's of whose iteration a folder is, or is a part; None where it is of none.
+
+    Args:
+        folder: One with Megatron's files.
+    """
+    named = (above for here in (folder, absolute(folder)) for above in [*here.parents][:2])
+    return next((above for above in named if (above / ADAPTED).is_file()), None)
+
+
 RECOVERED, RECOVER_INFO, RECOVER_STEP = "recover_checkpoint", "recover_info", "step_info.json"
 """What AReaL calls a role's folder, the one beside the roles that says how far the run is, and the file in that with the step."""
 _GLOBAL_STEP, _MOST_STEPS = "global_step", 10**15
@@ -109,7 +134,7 @@ def _steps_at(path: ReadablePath) -> Iterator[tuple[ReadablePath, int]]:
     here = absolute(path)
     for folder in (here, *list(here.parents)[: _LEVELS - 1]):
         match = _STEP.fullmatch(folder.name)
-        if match:
+        if match and not (folder.parent / ADAPTED).is_file():
             yield folder, int(match[1])
 
 

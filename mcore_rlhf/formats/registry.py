@@ -20,7 +20,7 @@ from mcore_rlhf.errors import (
     headline,
     log_of,
 )
-from mcore_rlhf.families.megatron.folders import TRACKER, refuse_local
+from mcore_rlhf.families.megatron.folders import TRACKER, refuse_of_ranks
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
@@ -51,7 +51,7 @@ from .torch_file import FORMAT as TORCH
 from .universal import FORMAT as UNIVERSAL
 
 _WEIGHTS = (HF, PEFT, APART)
-MEGATRON_DIST = MegatronDistFormat(HF)
+MEGATRON_DIST = MegatronDistFormat(HF, MEGATRON)
 HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS)
 FORMATS: tuple[Format, ...] = (
     MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,
@@ -251,7 +251,7 @@ def detect(path: ReadablePath) -> Format:
     found = format_at(path, FORMATS)
     if found is not None:
         return found
-    refuse_local(path)
+    refuse_of_ranks(path)
     part = _around(path)
     if part:
         raise NotACheckpoint(f"{path}: not a checkpoint in a format that is known{part}")

@@ -20,6 +20,7 @@ from . import (
     prime_rl,
     ray_train,
     rlinf,
+    roll,
     skyrl,
     slime,
     torch_checkpointing,
@@ -31,7 +32,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
-    open_instruct.TRAINER, openrlhf.TRAINER, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    open_instruct.TRAINER, openrlhf.TRAINER, roll.TRAINER, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip

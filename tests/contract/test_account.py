@@ -35,7 +35,7 @@ ALL = GOLDENS.parent
 OF_RUNS = {
     "nemo_rl/v2_ws2": "step_3/policy", "trainers/nm_v1": "step_3/policy", "trainers/or_z2": "_actor",
     "trainers/rl_fsdp2": "grpo/checkpoints/global_step_3/actor", "trainers/skyrl_fsdp2": "global_step_3/policy",
-    "trainers/swift": "checkpoint-4",
+    "trainers/swift": "checkpoint-4", "trainers/roll": "checkpoint-3",
     "areal/trial": "default/recover_checkpoint",
 }  # fmt: skip
 """A model of each run of a trainer's."""

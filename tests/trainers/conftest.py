@@ -27,7 +27,8 @@ _OF_FILES = {
     "test_will_resume_keys": "verl and OpenRLHF, as will-resume says of each key",
     "test_will_resume_verl": "verl, as will-resume says",
     "test_will_resume_verl_megatron": "verl on Megatron, as will-resume says",
-    "test_ms_swift": "ms-swift on Megatron", "test_areal": "AReaL", "test_nemo_v2": "NeMo-RL on DTensor v2",
+    "test_ms_swift": "ms-swift on Megatron", "test_roll": "ROLL on Megatron",
+    "test_areal": "AReaL", "test_nemo_v2": "NeMo-RL on DTensor v2",
     "test_torch_checkpointing": "torch_checkpointing (DCP v2)",
     "test_each_other": "verl, OpenRLHF, RLinf and NeMo-RL, from each other",
 }  # fmt: skip

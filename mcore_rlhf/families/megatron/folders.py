@@ -247,7 +247,37 @@ def newer_non_persistent(root: ReadablePath, iteration: int | None) -> str:
     )
 
 
-def refuse_local(path: ReadablePath) -> None:
+def refuse_of_ranks(path: ReadablePath) -> None:
+    """Name what ranks keep each for themselves as what it is: local checkpoints, and a LoRA of miles'.
+
+    Args:
+        path: A folder in no format that is known.
+
+    Raises:
+        Unsupported: It is a folder of those.
+    """
+    _refuse_local(path)
+    found = next(
+        (file for pattern in ("", "adapter/", "iter_*/adapter/") for file in sorted(path.glob(pattern + ADAPTERS))),
+        None,
+    )
+    if found is None:
+        return
+    own = (found.parent / "adapter_config.json").is_file()
+    raise Unsupported(
+        f"{path}: a LoRA of miles' on Megatron: adapters in {ADAPTERS} as each rank has them, training_state_rankR.pt beside them, "
+        "no base: not read\nmiles itself goes on from it on the same ranks. "
+        + (f"For all else give {found.parent}, which has peft's own files beside them." if own else
+           "It could not export peft's own files beside them, as its log says: let it, and give the folder with those.")
+    )  # fmt: skip
+
+
+ADAPTERS = "adapter_megatron_*.pt"
+"""In ``iter_N/adapter``, for each rank. Source: miles 31f1ca9, ``miles/backends/megatron_utils/lora_utils.py`` (``save_lora_checkpoint``;
+``adapter_megatron_tpT_ppP.pt`` before)."""
+
+
+def _refuse_local(path: ReadablePath) -> None:
     """Name the local checkpoints of nvidia-resiliency-ext as what they are (``--non-persistent-ckpt-type local``).
 
     They lie at ``[SESSION/]RANK/iter_0000010_RANK_local.pt``.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind, same
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.megatron.arguments import (
     DISTRIBUTED,
@@ -26,6 +26,7 @@ from mcore_rlhf.families.megatron.arguments import (
 from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
+from mcore_rlhf.families.megatron.run_config import arguments_beside
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     LAID_OUT,
@@ -38,6 +39,7 @@ from mcore_rlhf.families.megatron.state import (
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import adapted_step, named_step
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
@@ -84,6 +86,9 @@ class OpenedRun:
         folders = rank_folders(located.folder)
         files = RankFiles(located, options.stubs, options.optimizer)
         args_file, values = files.first_arguments(folders)
+        if not values and (beside := arguments_beside(located.folder))[1]:
+            args_file, values = beside
+            notes.add(Fate.NOTE, f"the ranks' files store no args; they are those of {args_file} beside them")
         args = Arguments(values, f"args in {args_file}")
         parallel = check_folders(args, args_file, folders, notes)
         shards = files.shards(file_ranks(parallel))
@@ -112,6 +117,8 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     notes = Report()
     run = OpenedRun.of(locate(path, options.step), options, notes)
     optimizer = OptimizerReading()
+    if options.optimizer and adapted_step(run.located.folder) is not None:
+        _refuse_apart(run.located)
     if options.optimizer:
         optimizer = read_optimizer(run.shards, run.chunks, run.args, run.parallel, options.rules)
     holders, order, unknown = _holders(run, optimizer), _order(run.shards, run.parallel), list[str]()
@@ -266,6 +273,20 @@ _SMALL = 16 << 20
 _KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
 
 
+def _refuse_apart(located: Located) -> None:
+    """Refuse an optimizer that ROLL saves beside each rank's weights, where it is not distributed.
+
+    Raises:
+        Unsupported: There is one.
+    """
+    found = next((file for file in sorted(located.folder.glob("mp_rank_*/optimizer.pt"))), None)
+    if found is not None:
+        raise Unsupported(
+            f"{found}: the optimizer of a run of ROLL's without use_distributed_optimizer lies in a file of its own: not read\n"
+            "Convert the weights alone with --no-optimizer, or let ROLL save it with use_distributed_optimizer: true."
+        )
+
+
 def training_state(
     shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
 ) -> TrainingState:
@@ -275,6 +296,8 @@ def training_state(
     """
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
+    if adapted_step(located.folder) is not None:
+        iteration = named_step(located.folder) or 0
     scheduler = scheduler_in(first, notes)
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,

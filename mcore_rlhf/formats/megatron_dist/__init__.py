@@ -19,6 +19,7 @@ class MegatronDistFormat(Format):
 
     Args:
         weights: The format of weights that a trainer has in the place of Megatron's own, beside the optimizer.
+        ranks: That of weights as each rank has them, which another has there.
     """
 
     name = "megatron-dist"
@@ -33,11 +34,11 @@ class MegatronDistFormat(Format):
         Takes.LIKE,
     )
     tracker = TRACKER
-    markers = ("iter_*", "release", "dist_ckpt", "model", "metadata.json", ".metadata", "common.pt")
+    markers = ("iter_*", "release", "dist_*", "model", "metadata.json", ".metadata", "common.pt")
     tokenizer_beside = True
 
-    def __init__(self, weights: Format) -> None:
-        self.weights = weights
+    def __init__(self, weights: Format, ranks: Format) -> None:
+        self.weights, self.ranks = weights, ranks
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How the framework is told to load it."""
@@ -54,7 +55,7 @@ class MegatronDistFormat(Format):
         """Open a checkpoint."""
         from .reader import read_dist
 
-        return read_dist(path, options, self.weights)
+        return read_dist(path, options, self.weights, self.ranks)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new checkpoint."""

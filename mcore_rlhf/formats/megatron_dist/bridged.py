@@ -26,7 +26,7 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, opaque_item
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.run_folders import OF_ADAPTERS, named_step, role_of, weights_of
+from mcore_rlhf.families.run_folders import OF_ADAPTERS, adapted_step, named_step, role_of, weights_of
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import plain
 from mcore_rlhf.families.source import Source, below
@@ -52,23 +52,28 @@ class BridgedWeights:
     Args:
         files: As they lie, under Hugging Face's names.
         role: The role's folder.
+        of_ranks: Whether they are Megatron's own, as each rank has them, as in a step of ROLL's.
     """
 
     files: Source
     role: ReadablePath
+    of_ranks: bool = False
 
     @property
     def place(self) -> str:
-        """Where they lie, relative to the role's folder."""
-        return weights_of(self.role).relative_to(self.role).as_posix()
+        """Where they lie, and as what."""
+        if self.of_ranks:
+            return f"{self.files.root.name}, each rank's own"
+        return f"{weights_of(self.role).relative_to(self.role).as_posix()}, under Hugging Face's names"
 
     @classmethod
-    def of(cls, folder: DistFolder, weights: Format, options: ReadOptions) -> BridgedWeights:
+    def of(cls, folder: DistFolder, weights: Format, ranks: Format, options: ReadOptions) -> BridgedWeights:
         """Those of a role.
 
         Args:
             folder: Its optimizer.
             weights: The format of such weights.
+            ranks: That of weights as each rank has them.
             options: How it is read.
 
         Raises:
@@ -81,6 +86,9 @@ class BridgedWeights:
                 f"{folder.located.folder}: a LoRA of SkyRL's on Megatron: adapters in {OF_ADAPTERS}, an optimizer of these alone, no base\n"
                 "SkyRL itself goes on from it. What it exports (trainer.hf_save_interval) is a model to convert."
             )
+        step = adapted_step(folder.located.folder)
+        if step is not None and ranks.detect(folder.located.folder.parent):
+            return cls(ranks.read(folder.located.folder.parent, replace(options, optimizer=False)), step, of_ranks=True)
         role = role_of(folder.located.folder)
         if role is None or not weights.detect(weights_of(role)):
             raise Incomplete(f"{folder.located.folder}: holds no tensor of a model")
@@ -94,7 +102,7 @@ class BridgedWeights:
             located: The optimizer.
         """
         step = named_step(located.folder)
-        if step is None:
+        if step is None or self.of_ranks:
             return self.files
         self.files.notes.add(
             Fate.NOTE, f"iteration {step}: from the name of the step's folder, since the weights say none"
@@ -112,6 +120,8 @@ class BridgedWeights:
             CheckpointError: Megatron has no names for such a model, or it is quantized.
         """
         files = below(self.files, self.role)
+        if self.of_ranks:
+            return files
         method = method_of(files.family.config)
         if files.model.quantized or method:
             refuse_quantized(files, method)

@@ -19,11 +19,18 @@ from typing import TYPE_CHECKING, Any
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.folders import Located, locate
+from mcore_rlhf.families.megatron.state import SCHEDULER_KEYS
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import (
+    ADAPTED,
+    ADAPTED_MODEL,
+    ADAPTED_OPTIMIZER,
     INNER,
+    RANDOM,
+    SCHEDULE,
     SPLIT_BESIDE,
     SPLIT_MODEL,
+    adapted_step,
     is_bridged,
     is_split,
     split_beside,
@@ -73,6 +80,10 @@ def is_dist_folder(path: ReadablePath) -> bool:
 
 def role_part(path: ReadablePath) -> ReadablePath | None:
     """Where the model lies in a role's folder of verl's, or of one whose weights are Hugging Face's files the optimizer; None elsewhere."""
+    for found in (path, *path.glob("iter_*")) if adapted_step(path) or (path / ADAPTED).is_file() else ():
+        parts = [part for part in (found / ADAPTED_MODEL, found / ADAPTED_OPTIMIZER) if is_dist_folder(part)]
+        if parts:
+            return parts[0]
     split = ([path / SPLIT_MODEL, *([path / SPLIT_BESIDE[0]] if is_bridged(path) else ())]) if is_split(path) else ()
     return next((part for part in (path / INNER, *split) if is_dist_folder(part)), None)
 
@@ -138,7 +149,12 @@ def _in_role(located: Located, given: ReadablePath) -> Located:
     """
     role = split_role(located.folder)
     if role is None:
-        return located
+        step = adapted_step(located.folder)
+        return (
+            located
+            if step is None
+            else Located(step, step / absolute(located.folder).relative_to(absolute(step)), None)
+        )
     part = absolute(located.folder).relative_to(role).as_posix()
     if part in SPLIT_BESIDE and absolute(given) != role:
         raise UsageError(f"{located.folder}: holds no model, only what belongs to one\nGive {role}, which has both.")
@@ -154,6 +170,8 @@ def _beside(located: Located) -> tuple[str, ...]:
     """
     role = split_role(located.folder)
     parts = () if role is None else split_beside(role)
+    if adapted_step(located.folder) is not None and (other := located.folder.parent / ADAPTED_OPTIMIZER).is_dir():
+        parts = (other.relative_to(located.root).as_posix(),)
     there = [part for part in parts if located.root / part != located.folder]
     problems = Problems()
     for part in there:
@@ -284,6 +302,7 @@ class DistFolder:
         flat: Buckets of the distributed optimizer, where it is stored in those.
         objects: What is not a tensor.
         groups: ``(chained optimizer, data-parallel group)`` → what that optimizer keeps besides tensors, by key.
+        random: Each rank's random states, where they lie in files of their own.
     """
 
     located: Located
@@ -296,6 +315,7 @@ class DistFolder:
     flat: dict[FlatKey, DcpTensor] = field(default_factory=dict)
     objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
     groups: dict[tuple[int, int], dict[str, DcpObject]] = field(default_factory=dict)
+    random: list[object] = field(default_factory=list)
     _values: dict[bytes, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -314,7 +334,26 @@ class DistFolder:
         whole = cls._open(located, located.folder.relative_to(located.root).as_posix(), options)
         for part in _beside(located):
             whole.join(cls._open(located, part, options))
+        if adapted_step(located.folder) is not None:
+            whole._join_files(options)
         return whole
+
+    def _join_files(self, options: ReadOptions) -> None:
+        """Let it have what ROLL keeps in files beside the iteration: the schedule, and each rank's random states."""
+        from mcore_rlhf.storage.pt import PtFile, read_pt
+
+        def opened(name: str) -> PtFile:
+            pt = read_pt(self.located.root, name, stubs=options.stubs)
+            self.beside = (*self.beside, StoredFile.of_zip(pt.file, pt.directory))
+            return pt
+
+        if (self.located.root / SCHEDULE).is_file() and options.optimizer:
+            pt = opened(SCHEDULE)
+            self.top = {**self.top, SCHEDULER_KEYS[1]: pt.materialize(pt.tree)}
+        for pattern in RANDOM:
+            while (self.located.root / (name := pattern.format(rank=len(self.random)))).is_file():
+                pt = opened(name)
+                self.random.append(pt.materialize(pt.tree))
 
     @classmethod
     def _open(cls, located: Located, name: str, options: ReadOptions) -> DistFolder:
@@ -338,6 +377,8 @@ class DistFolder:
             file, top = f"{dcp.path(shared.place.file)}: {SHARED}", unwrapped(shared)
         if not isinstance(top, dict):
             raise Unsupported(f"{file}: expected a dictionary, found {type(top).__name__}")
+        if folder.name == ADAPTED_OPTIMIZER and adapted_step(folder) is not None:
+            top = {"optimizer": top}  # which is saved by itself there, and not as a part
         return cls(located, file, top, dcp, tuple(zips))
 
     def join(self, other: DistFolder) -> None:

@@ -108,6 +108,11 @@ def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str
         stored = rng_of(folder.objects, parallel, at.rank)
         if stored is not None:
             top[RNG] = stored
+        elif len(folder.random) == parallel.world_size:
+            same = (
+                rank for rank, other in parallel.ranks() if (other.tp_rank, other.pp_rank) == (at.tp_rank, at.pp_rank)
+            )
+            top[RNG] = [folder.random[rank] for rank in same]
         # every value once for each rank that has one of its own
         mine = dict(opaque) if at.pp_rank == 0 and at.ep_rank == 0 else {}
         ranks.append(RankValues(at, top, (ModelPart(0, opaque=mine),), _read))

@@ -24,9 +24,17 @@ from mcore_rlhf.families.megatron.groups import Membership, look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.new_layout import NewLayout
+from mcore_rlhf.families.megatron.run_config import (
+    TRAIN_STATE,
+    UNTIED,
+    TrainState,
+    arguments_beside,
+    train_state_beside,
+)
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     SCHEDULER_KEYS,
+    MegatronState,
     note_scheduler,
     scheduler_in,
 )
@@ -59,7 +67,6 @@ from .optimizer import (
     with_steps,
 )
 from .parameters import Parameters, SpecFinder
-from .run_config import TRAIN_STATE, UNTIED, TrainState, arguments_beside, train_state_beside
 from .tensors import DistTensors
 from .torch_dcp import TorchDcpFolder
 
@@ -72,13 +79,14 @@ _FAULT = (
 _PLACED = {"args", "optimizer", "rng_state", CONTENT, *SCHEDULER_KEYS}
 
 
-def read_dist(path: ReadablePath, options: ReadOptions, weights: Format) -> Source:
+def read_dist(path: ReadablePath, options: ReadOptions, weights: Format, ranks: Format) -> Source:
     """Open a checkpoint.
 
     Args:
         path: A root with a tracker, or an ``iter_XXXXXXX`` folder.
         options: Which step, which rules.
         weights: The format of weights that lie beside a folder which has none.
+        ranks: That of weights as each rank has them, which may.
 
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
@@ -87,7 +95,7 @@ def read_dist(path: ReadablePath, options: ReadOptions, weights: Format) -> Sour
     kinds = ((is_fsdp_folder, FsdpFolder), (is_torch_dcp_folder, TorchDcpFolder))
     kind = next((kind for is_kind, kind in kinds if is_kind(located.folder)), DistFolder)
     folder = kind.open(located, options)
-    bridged = None if folder.model else BridgedWeights.of(folder, weights, options)
+    bridged = None if folder.model else BridgedWeights.of(folder, weights, ranks, options)
     if bridged is not None and not options.optimizer:
         return bridged.alone(folder.located)
     stored = folder.top.get("iteration")
@@ -152,14 +160,20 @@ class _DistReader:
         seen = self.bridged.in_megatron(self.args, self.options)
         self.args = described(self.args, seen.state.args)
         self.folder = with_weights(self.folder, seen, self.args)
-        text = f"the weights are those of {self.bridged.place}, under Hugging Face's names, with Megatron's optimizer beside"
+        text = f"the weights are those of {self.bridged.place}, with Megatron's optimizer beside"
         self.notes.add(Fate.NOTE, text)
         return seen
+
+    def _of_ranks(self) -> MegatronState | None:
+        """What the weights' own files have of each rank; None where they lie here, or are another family's."""
+        own = self.bridged is not None and self.bridged.of_ranks
+        return MegatronState.of(self.weights) if own and self.weights is not None else None
 
     def source(self) -> Source:
         """The checkpoint."""
         opaque = opaque_values(self.folder, self.spelling)
-        order = self._order(opaque)
+        of_ranks = self._of_ranks()
+        order = self._order(opaque) if of_ranks is None else of_ranks.order
         model, unknown = self._model(order)
         role = self.options.role or "actor"
         flat = self._flat(role, model, order)
@@ -180,6 +194,9 @@ class _DistReader:
             own=own,
         )
         shards = dist_ranks(self.folder, self.parallel, opaque)
+        if of_ranks is not None:
+            by_folder = {shard.at.folder: shard for shard in of_ranks.shards}
+            shards = [replace(by_folder[shard.at.folder], top=shard.top) for shard in shards]
         rng = {key: item for key, item in self.folder.objects.items() if key.key == RNG}
         family = DistState(
             located=self.folder.located,

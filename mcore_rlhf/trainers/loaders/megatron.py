@@ -237,12 +237,13 @@ def cut_schedule(places: tuple[str, ...], key: str = "opt_param_scheduler") -> C
 
     Args:
         places: Where a state may lie, see :meth:`.Seen.places`.
-        key: What it is called there.
+        key: What it is called there; empty where it is all that lies there.
     """
-    always, decaying = (without(places, *names, inside=f"{key}/") for names in (_SCHEDULE, _WEIGHT_DECAY))
+    inside = f"{key}/" if key else ""
+    always, decaying = (without(places, *names, inside=inside) for names in (_SCHEDULE, _WEIGHT_DECAY))
 
     def when(seen: Seen) -> object:
-        decays = any(f"{key}/start_wd" in seen.keys(name) for name in seen.places(*places))
+        decays = any(f"{inside}start_wd" in seen.keys(name) for name in seen.places(*places))
         return always(seen) or (decays and decaying(seen))
 
     return when

@@ -1,12 +1,14 @@
 """What trainers write instead of arguments. Megatron-Bridge has ``run_config.yaml`` beside ``.metadata``; the model's fields in it are
 Megatron's own. And instead of counters among them ``train_state.pt``, which its loader counts on from. verl has
-``transformer_config.json`` in the role's folder: the fields of a ``TransformerConfig``, without functions.
+``transformer_config.json`` in the role's folder: the fields of a ``TransformerConfig``, without functions; ROLL those of its own, which
+is one, as ``mca_config.json`` beside its iteration.
 
 Sources: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``save_checkpoint``: ``run_config.yaml``),
 ``training/config.py`` (``ConfigContainer``), ``models/gpt_provider.py`` (``GPTModelProvider``, a ``TransformerConfig``); megatron_bridge
 0.3.1, ``training/state.py`` (``TrainState.state_dict``: a tensor without dimensions for each field, by ``torch.save``). verl 0.9.1,
 ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` (``_save_transformer_config``, ``_build_checkpoint_manifest``: ``world_size``);
-0.7.0, the same (``save_checkpoint``).
+0.7.0, the same (``save_checkpoint``). ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/models/model_config.py`` (``McaModelConfig``,
+``PretrainedConfig.to_json_string``), ``training_args.py`` (``MegatronArguments``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from dataclasses import dataclass
 from typing import cast
 
 from mcore_rlhf.errors import Corrupt
-from mcore_rlhf.families.run_folders import CONTENTS, TRANSFORMER, role_of, weights_of
+from mcore_rlhf.families.run_folders import (
+    ADAPTED,
+    CONTENTS,
+    RANDOM,
+    TRANSFORMER,
+    adapted_step,
+    role_of,
+    weights_of,
+)
 from mcore_rlhf.models.meaning.declared import arguments
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
@@ -111,6 +121,8 @@ def arguments_beside(folder: ReadablePath) -> tuple[str, dict[str, object]]:
     """
     if (folder / FILE).is_file():
         return FILE, _of_bridge(folder)
+    if (step := adapted_step(folder)) is not None:
+        return ADAPTED, _of_roll(step)
     role = role_of(folder)
     return ("", {}) if role is None or not (role / TRANSFORMER).is_file() else (TRANSFORMER, _of_verl(role))
 
@@ -147,6 +159,21 @@ def _of_verl(role: ReadablePath) -> dict[str, object]:
     if activation is not None:
         said |= {_GATED: fields.get(_GATED), _ACTIVATION: activation}
     return {**plain, **_of_model(said)}
+
+
+def _of_roll(step: ReadablePath) -> dict[str, object]:
+    """The model's fields, which have what Megatron's arguments have, and how many ranks left random states there.
+
+    Its own runs pad no vocabulary, and overlap no gradients unless they are told to, which is stored nowhere.
+    """
+    fields = _json(step / ADAPTED)
+    plain = {name: value for name, value in _plain(fields) if not _OF_A_CLASS.fullmatch(str(value))}
+    plain |= {"make_vocab_size_divisible_by": 1, "use_distributed_optimizer": True, "overlap_grad_reduce": False}
+    if world := max(len([*step.glob(one.format(rank="*"))]) for one in RANDOM):
+        plain["world_size"] = world
+    if isinstance(tied := fields.get("tie_embeddings_and_output_weights"), bool):
+        plain[UNTIED] = not tied
+    return {**plain, **_of_model({name: fields[name] for name in (_GROUPS, _HEADS) if name in fields})}
 
 
 def _json(file: ReadablePath) -> Mapping[object, object]:

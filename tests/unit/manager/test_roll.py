@@ -1,0 +1,95 @@
+"""A step that ROLL saved: Megatron's parts in folders of their own, without arguments, at iteration 1 whatever its step is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rlhf.convert import convert
+from mcore_rlhf.core.catalog import MASTER, PARAM
+from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
+from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.runs import listed_steps
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Settings, Thing
+from mcore_rlhf.verify.checkpoint import Depth, verify
+
+GOLDEN, STEP, ITERATION = Path(__file__).parents[2] / "goldens" / "trainers" / "roll", "checkpoint-3", "iter_0000001"
+WEIGHTS = f"{ITERATION}/mp_rank_00/model_optim_rng.pt"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "run"))
+
+
+def test_all_parts_are_one_checkpoint(root: Path) -> None:
+    assert [step.step for step in listed_steps(root)] == [3]
+    for given in (root / STEP, root / STEP / ITERATION):
+        found = open_checkpoint(given, ReadOptions())
+        assert (found.state.iteration, found.optimizer, found.state.by_steps) == (3, "distributed", True)
+        assert {PARAM, MASTER} <= {PARAM, *found.states}
+        assert (found.state.scheduler or {})["num_steps"] == 4
+        assert [found.state.args[name] for name in ("num_layers", "num_query_groups", "swiglu")] == [2, 2, True]
+    assert verify(root / STEP, ReadOptions(), Depth.DEEP).intact
+    told = forecast(root, loader_named("roll")[0], Settings({}))
+    assert told.resumes
+    assert {one.thing for one in told.roles["actor"]} >= {Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG}
+
+
+def test_random_states_of_its_ranks_are_kept(root: Path, tmp_path: Path) -> None:
+    written = WriteOptions(rng="keep", global_batch_size=4)
+    done = convert(root / STEP, tmp_path / "out", ConvertOptions(to="megatron", fsync=False, write=written))
+    assert (done.lossless, open_checkpoint(tmp_path / "out", ReadOptions()).state.iteration) == (True, 3)
+
+
+def test_weights_alone(root: Path, tmp_path: Path) -> None:
+    """Saved with ``save_only_model``, or asked for so."""
+    alone = open_checkpoint(root / STEP, ReadOptions(optimizer=False))
+    shutil.rmtree(root / STEP / ITERATION / "dist_optimizer")
+    found = open_checkpoint(root / STEP, ReadOptions())
+    assert (found.optimizer, alone.states, found.state.iteration, alone.state.iteration) == (None, (), 3, 3)
+    assert found.model == replace(alone.model)
+
+
+def gone(name: str) -> Callable[[Path], object]:
+    return lambda step: (step / name).unlink()
+
+
+def described(**fields: object) -> Callable[[Path], object]:
+    def change(step: Path) -> None:
+        file = step / "mca_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (gone(WEIGHTS), "model_optim_rng.pt"), (gone(f"{ITERATION}/dist_optimizer/.metadata"), ".metadata"),
+        (gone(f"{ITERATION}/dist_optimizer/__0_0.distcp"), "__0_0.distcp"),
+        (lambda step: (step / "scheduler.pt").write_bytes(bytes(99)), "scheduler.pt"),
+        (lambda step: (step / "rng_state" / "rng_state_0.pth").write_bytes(b"x"), "rng_state_0.pth"),
+        (lambda step: (step / "mca_config.json").write_text("["), "mca_config.json"),
+        (described(num_layers=3), "3"), (described(tensor_model_parallel_size=4), "4"), (described(hidden_size=10**12), "hidden"),
+    ],
+)  # fmt: skip
+def test_what_is_damaged_is_named(root: Path, change: Callable[[Path], object], named: str) -> None:
+    change(root / STEP)
+    with pytest.raises(CheckpointError, match=named):
+        open_checkpoint(root / STEP, ReadOptions())
+
+
+def test_an_optimizer_of_its_own_file_is_named(root: Path) -> None:
+    shutil.rmtree(root / STEP / ITERATION / "dist_optimizer")
+    shutil.copy(root / STEP / "scheduler.pt", root / STEP / ITERATION / "mp_rank_00" / "optimizer.pt")
+    with pytest.raises(Unsupported, match=r"optimizer\.pt: the optimizer of a run of ROLL's"):
+        open_checkpoint(root / STEP, ReadOptions())
+    assert "use_distributed_optimizer" in open_checkpoint(root / STEP, ReadOptions(), partial=True).unread
