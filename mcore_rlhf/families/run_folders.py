@@ -52,6 +52,12 @@ Source: ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/checkpointing.py`` (``s
 ``trainer/trainer.py`` (``McaTrainer``), ``roll/distributed/strategy/megatron_strategy.py`` (``MegatronTrainStrategy.save_checkpoint``).
 """
 ADAPTED_MODEL, ADAPTED_OPTIMIZER = "dist_model", "dist_optimizer"
+PEFT_CONFIG = "adapter_config.json"
+OF_ROLLS_LORA = (
+    f"a LoRA of ROLL's: each rank's adapters in a folder with {PEFT_CONFIG}, the optimizer of these alone in the step, no base: not read\n"
+    "ROLL itself goes on from it on the same ranks. With save_hf_model: true it saves a model to convert."
+)
+"""What a step is whose adapters alone are trained. Source: the same (``save_checkpoint``: ``peft_config.save_pretrained``)."""
 
 
 def adapted_step(folder: ReadablePath) -> ReadablePath | None:

@@ -39,7 +39,7 @@ from mcore_rlhf.families.megatron.state import (
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import adapted_step, named_step
+from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step
 from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
@@ -115,7 +115,10 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     notes = Report()
-    run = OpenedRun.of(locate(path, options.step), options, notes)
+    located = locate(path, options.step)
+    if adapted_step(located.folder) is not None and (located.root / PEFT_CONFIG).is_file():
+        raise Unsupported(f"{located.root}: {OF_ROLLS_LORA}")
+    run = OpenedRun.of(located, options, notes)
     optimizer = OptimizerReading()
     if options.optimizer and adapted_step(run.located.folder) is not None:
         _refuse_apart(run.located)

@@ -26,7 +26,15 @@ from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, opaque_item
 from mcore_rlhf.families.module import CONFIG, ModuleState
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.run_folders import OF_ADAPTERS, adapted_step, named_step, role_of, weights_of
+from mcore_rlhf.families.run_folders import (
+    OF_ADAPTERS,
+    OF_ROLLS_LORA,
+    PEFT_CONFIG,
+    adapted_step,
+    named_step,
+    role_of,
+    weights_of,
+)
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import plain
 from mcore_rlhf.families.source import Source, below
@@ -89,6 +97,8 @@ class BridgedWeights:
         step = adapted_step(folder.located.folder)
         if step is not None and ranks.detect(folder.located.folder.parent):
             return cls(ranks.read(folder.located.folder.parent, replace(options, optimizer=False)), step, of_ranks=True)
+        if step is not None and any(step.glob(f"*/{PEFT_CONFIG}")):
+            raise Unportable(f"{step}: {OF_ROLLS_LORA}")
         role = role_of(folder.located.folder)
         if role is None or not weights.detect(weights_of(role)):
             raise Incomplete(f"{folder.located.folder}: holds no tensor of a model")

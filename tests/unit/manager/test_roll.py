@@ -13,6 +13,7 @@ import pytest
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.runs import listed_steps
@@ -56,6 +57,29 @@ def test_weights_alone(root: Path, tmp_path: Path) -> None:
     found = open_checkpoint(root / STEP, ReadOptions())
     assert (found.optimizer, alone.states, found.state.iteration, alone.state.iteration) == (None, (), 3, 3)
     assert found.model == replace(alone.model)
+
+
+def test_adapters_are_called_so(root: Path) -> None:
+    adapters = root / STEP / "default"
+    shutil.copytree(root / STEP / ITERATION / "mp_rank_00", adapters / ITERATION / "mp_rank_00")
+    shutil.rmtree(root / STEP / ITERATION / "mp_rank_00")
+    shutil.copy(root / STEP / "mca_config.json", adapters)
+    (adapters / "latest_checkpointed_iteration.txt").write_text("1")
+    (adapters / "adapter_config.json").write_text("{}")
+    for given in (root / STEP, adapters, adapters / ITERATION):
+        with pytest.raises(Unsupported, match="a LoRA of ROLL's"):
+            open_checkpoint(given, ReadOptions())
+
+
+def test_steps_of_mcore_adapters_own_trainer(root: Path) -> None:
+    """Random states and counters lie elsewhere in them."""
+    shutil.move(root / STEP / "rng_state" / "rng_state_0.pth", root / STEP / "rng_state_0.pth")
+    shutil.rmtree(root / STEP / "pipeline")
+    (root / STEP / "trainer_state.json").write_text('{"global_step": 3}')
+    ((step,),) = [listed_steps(root)]
+    assert (step.step, step.state) == (3, "foreign")
+    whole = open_checkpoint(GOLDEN / STEP, ReadOptions())
+    assert inventory_of(open_checkpoint(root / STEP, ReadOptions())).keys() >= inventory_of(whole).keys()
 
 
 def gone(name: str) -> Callable[[Path], object]:
