@@ -134,7 +134,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     seen = lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **{**how, "seed": 7})
     assert seen == wanted
     target = lab.folder / f"{folder.parent.name}-megatron"
-    write = WriteOptions(**parallel, dp=1)
+    write = WriteOptions(**parallel, dp=1, global_batch_size=4)  # its schedule counts steps
     assert convert(own, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=write)).lossless
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo.configs import Training
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.run_folders import SPLIT_MODEL
@@ -35,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
 """How verl stores the optimizer: flat buckets, which is its default, parameter by parameter, and in chunks of a pipeline's stages; experts,
 with one of their own; and the weights: Megatron's, or, which is its default, Hugging Face's by a bridge."""
 DENSE = tuple(case for case in CASES if case != "experts")
+BY_SAMPLES = WriteOptions(global_batch_size=Training().global_batch_size)
+"""Megatron-LM's schedule counts samples, verl's steps, and verl does not store how many a step has."""
 
 
 class Lab(labs.Lab):
@@ -83,7 +86,7 @@ def test_what_verl_saves_is_read_whole(lab: Lab, case: str) -> None:
     assert source.state.scheduler is not None
     assert source.parallel.world_size == 2
     target = lab.folder / f"{case}-megatron"
-    job = convert(run, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=WriteOptions()))
+    job = convert(run, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=BY_SAMPLES))
     assert job.lossless
     seen = lab.carry_out(2, [("load", target), ("train", 2)], **{**CASES[case], "seed": 7})
     assert seen == wanted
@@ -133,7 +136,7 @@ def test_adapters_that_are_trained_on_megatron(lab: Lab, kind: str) -> None:
     found = forecast(root, loader_named("verl")[0], told)
     assert {one.thing: one.row.outcome for one in found.roles["actor"]}[Thing.WEIGHTS] is Outcome.RESTORED
     target = lab.folder / f"lora-{kind}-megatron"
-    options = ConvertOptions(to="megatron", fsync=False, workers=1, write=WriteOptions())
+    options = ConvertOptions(to="megatron", fsync=False, workers=1, write=BY_SAMPLES)
     if kind == "alone":
         with pytest.raises(Unsupported, match="holds an adapter"):
             convert(run, target, options)
@@ -151,7 +154,7 @@ def test_the_layout_of_0_7_is_read_and_becomes_that_of_0_9(lab: Lab) -> None:
     wanted = lab.carry_out(2, [("train", 3), ("save", run), ("train", 2)], "0.7.0", **how)[3:]
     assert (run / "dist_ckpt").is_dir()
     there, later = lab.folder / "older-megatron", [("train", 2)]
-    job = convert(run, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=WriteOptions()))
+    job = convert(run, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=BY_SAMPLES))
     assert job.lossless
     assert lab.carry_out(2, [("load", there), *later], **{**how, "seed": 7}) == wanted
     newer, _ = lab.convert(run, "verl", "newer", tp=2)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -62,10 +62,11 @@ class Run:
         self.orders = orders
         write_in_this_process()
         self.manager = manager_of(self.trainer, orders)
+        self.by_samples = False
 
     def step(self, number: int) -> Step:
         self.trainer.iteration = number - 1
-        with by_steps(self.trainer.scheduler):
+        with nullcontext() if self.by_samples else by_steps(self.trainer.scheduler):
             loss = self.trainer.train_step()
         seen = {"loss": loss, "lr": [group["lr"] for group in self.trainer.optimizer.param_groups]}
         return {**seen, "drawn": torch.rand(1).item()} if self.orders.get("draw") else seen
@@ -76,7 +77,9 @@ class Run:
     def load(self, path: str) -> None:
         """By verl; or what Megatron-LM loads, without the states of a GPU's generators, of which verl saves none here."""
         if Path(path, TRACKER).is_file():
+            self.trainer.scheduler.use_checkpoint_opt_param_scheduler = True  # as Megatron-LM's option of that name
             megatron_checkpoint.load(self.trainer, path, rng=False)
+            self.by_samples = True
         else:
             self.manager.load_checkpoint(path)
 
