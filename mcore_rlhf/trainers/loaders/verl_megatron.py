@@ -216,6 +216,12 @@ def _of_model(rows: tuple[Habit, ...]) -> tuple[Habit, ...]:
     )
 
 
+def _counts_samples(seen: Seen) -> object:
+    """Megatron-LM counted, whose arguments lie there still, and nobody made steps of its samples: ``{at}`` and ``{step}``."""
+    each, step, at = seen.held.args.get("global_batch_size"), seen.step or 0, seen.held.counted
+    return isinstance(each, int) and each > 1 and 0 < step * each == at and {"at": at, "step": step}
+
+
 ROWS = (
     Habit(_ALL, _REFUSED, "its layout is the older one, with dist_ckpt at the top: a RuntimeError, which names "
         "scripts/migrate_megatron_checkpoint_layout.py", _LINE.format("871"), _older, True),
@@ -268,7 +274,7 @@ ROWS = (
     Habit(OF_OPTIMIZER, _RESTORED, _OPTIMIZER, _LINE.format("946"), ON_MEGATRON, True),
     Habit((Thing.SCHEDULER,), _IGNORED, "num_steps is {at} at step {step}: samples, where verl counts steps; its rates go on at another "
         "pace; nothing is said", _LINE.format("962"),
-        both(ON_MEGATRON, lambda seen: 0 < (seen.step or 0) < seen.held.counted and {"at": seen.held.counted, "step": seen.step})),
+        both(ON_MEGATRON, _counts_samples)),
     Habit((Thing.SCHEDULER,), _RESTORED, f"lr_scheduler in {_OPTIMIZER}", _LINE.format("962"), ON_MEGATRON, True),
     Habit((Thing.RNG,), _RESTORED, f"rng_state of each (PP, TP) rank, in {_EXTRA}", _LINE.format("978"), ON_MEGATRON, True),
 )  # fmt: skip
