@@ -18,7 +18,7 @@ from tests.reference.test_architectures import CASES, TOKENS, TOLERANCE, run, to
 
 DENSE: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window_size": (4, 0)}, "mistral"),
-    "window of some layers": ({"window_size": (4, 0), "window_attn_skip_freq": 2}, ""),
+    "window of some layers": ({"window_size": (4, 0), "window_attn_skip_freq": 2}, "ministral"),
     "window of all layers by number": ({"window_size": (4, 0), "window_attn_skip_freq": 9}, "mistral"),
     "window of no layer": ({"window_size": (4, 0), "window_attn_skip_freq": [0, 0]}, "llama"),
     "off by one": ({"softmax_type": "off-by-one"}, ""),
@@ -26,10 +26,10 @@ DENSE: dict[str, tuple[dict[str, Any], str]] = {
     "l2 norm": ({"qk_l2_norm": True}, ""),
     "offset": ({"glu_linear_offset": 1.0}, ""),
     "clamp": ({"activation_func_clamp_value": 0.5}, ""),
-    "no positions": ({"no_rope_freq": [0, 1]}, ""),
+    "no positions": ({"no_rope_freq": [0, 1]}, "smollm3"),
     "no positions in no layer": ({"no_rope_freq": [0, 0]}, "llama"),
     "half a head": ({"rotary_percent": 0.5}, ""),
-    "pairs": ({"rotary_interleaved": True}, ""),
+    "pairs": ({"rotary_interleaved": True}, "ernie4_5"),
     "epsilon": ({"layernorm_epsilon": 1e-2}, "llama"),
     "base": ({"rotary_base": 500}, "llama"),
     "llama 3": ({"use_rope_scaling": True, "rope_scaling_factor": 4.0}, "llama"),

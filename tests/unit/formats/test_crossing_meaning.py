@@ -59,13 +59,9 @@ def args_in(root: Path) -> dict[str, Any]:
         ({"qk_l2_norm": True}, "no architecture"),
         ({"glu_linear_offset": 1.0}, "no architecture"),
         ({"activation_func_clamp_value": 7.0}, "no architecture"),
-        ({"no_rope_freq": 4}, "no architecture"),
-        ({"rotary_percent": 0.5}, "these could say it: Glm4MoeForCausalLM"),
         ({"window_size": (4, 3)}, "no architecture"),
-        ({"window_size": (4, 0), "no_rope_freq": 4}, "no architecture"),
-        ({"window_size": (4, 0), "window_attn_skip_freq": 2}, "these could say it: Qwen2ForCausalLM, Qwen3ForCausalLM"),
         ({"position_embedding_type": "none"}, "no architecture"),
-        ({"rotary_interleaved": True}, "no architecture"),
+        ({"rotary_percent": 0.5, "no_rope_freq": 4}, "these could say it: SmolLM3ForCausalLM"),
         ({"layernorm_zero_centered_gamma": True}, "no architecture"),
     ],
 )
@@ -79,6 +75,20 @@ def test_what_transformers_cannot_compute_is_refused(args: dict[str, Any], could
     assert could in message
     assert "--ignore-field" in message
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "model_type"),
+    [
+        ({"no_rope_freq": 4}, "smollm3"),
+        ({"no_rope_freq": 4, "window_size": (4, 0)}, "smollm3"),
+        ({"rotary_percent": 0.5}, "phi3"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": 2}, "ministral"),
+        ({"rotary_interleaved": True}, "ernie4_5"),
+    ],
+)
+def test_another_class_says_what_llama_cannot(args: dict[str, Any], model_type: str) -> None:
+    assert config_of(megatron(**args))["model_type"] == model_type
 
 
 def test_a_window_makes_a_mistral_of_llamas_tensors() -> None:

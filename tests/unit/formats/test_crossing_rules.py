@@ -15,7 +15,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import EXP_AVG, MASTER
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Lossy, UsageError
-from mcore_rlhf.families.megatron.schedule import in_steps, new_scheduler
+from mcore_rlhf.families.megatron.schedule import counted_as, new_scheduler
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
@@ -172,13 +172,13 @@ def test_numbers_that_no_run_has_make_a_scheduler_too(tmp_path: Path, samples: i
     groups = tuple(replace(group, fields={**group.fields, "max_lr": rate}) for group in source.state.groups)
     other = {**source.state.other, "global_samples": samples}
     source = replace(source, origin={}, state=replace(source.state, groups=groups, other=other))
-    made = new_scheduler(source)
+    made = new_scheduler(source, None)
     assert made is not None
     assert (made["num_steps"], made["max_lr"]) == (16 if samples == 16 else 2, rate)
     for number in (samples, 3):
         given = replace(source.state, scheduler={"num_steps": number, "lr_decay_steps": 8})
         report = Report()
-        assert in_steps(replace(source, state=given), report).state.scheduler is not None
+        assert counted_as(replace(source, state=given), None, report, by_steps=True).state.scheduler is not None
         assert all(isinstance(text, str) for _, text in report.lines)
 
 
