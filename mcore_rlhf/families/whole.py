@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import index
 
 from mcore_rlhf.core.account import Report, named
-from mcore_rlhf.core.catalog import FLOATING, PARAM, Chunk, DType, Record, Shape, TensorEntry, TensorName, dtype_of
+from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
 from mcore_rlhf.errors import Corrupt, Incomplete, Unsupported, Untrusted, shown
@@ -116,8 +116,7 @@ def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> Non
     """A chunk is a part of its tensor, and of its record, and its elements have the tensor's type."""
     box, record, shape = chunk.box, chunk.record, entry.global_shape
     what = f"{root}: {shown(str(entry.name))}: "
-    ends = [*box.offset, *(n - stop for n, stop in zip(shape, box.stop, strict=False))]
-    if len(box.shape) != len(shape) or min(ends, default=0) < 0:
+    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
         raise Corrupt(f"{what}{box} lies outside the tensor, whose shape is {shape}: its index is damaged")
     if box.numel:
         steps = [(n - 1) * stride for n, stride in zip(box.shape, chunk.strides, strict=True)]

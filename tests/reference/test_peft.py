@@ -31,6 +31,7 @@ from tests.reference.peft_lab import (
     trained,
     transformers,
 )
+from tests.reference.test_architectures import VISION
 
 pytestmark = pytest.mark.reference
 
@@ -189,15 +190,7 @@ def test_an_adapter_of_a_model_of_images_is_merged_into_its_base(kind: str, tmp_
         "num_attention_heads": 4,
     }
     text |= {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-    }
-    vision |= {"deepstack_visual_indexes": [0]} if kind == "qwen3_vl" else {}
+    vision = {**VISION[kind], "out_hidden_size": 32}
     described = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision)
     model = transformers.AutoModelForImageTextToText.from_config(described)
     model.save_pretrained(tmp_path / "base")

@@ -21,6 +21,7 @@ from mcore_rlhf.models.huggingface.config import architecture_of, sizes_of_confi
 from mcore_rlhf.models.huggingface.relation import from_huggingface
 from mcore_rlhf.models.huggingface.table import TRANSFORMER_ENGINE, Spelling
 from tests.reference.architectures_jobs import forget_where_it_came_from
+from tests.reference.test_architectures import VISION
 
 WORDS, TOLERANCE = 61, 2e-4  # of logits up to 7, with a recurrence over the whole sequence in another order
 TOKENS = torch.randint(WORDS, (1, 17), generator=torch.Generator().manual_seed(3))
@@ -127,14 +128,7 @@ def assert_back(root: Path, tmp_path: Path) -> None:
 def test_a_released_folder_gives_its_text(kernels_pool: WorkerPool, tmp_path: Path) -> None:
     """Text below a model of images: Megatron gets the text alone, said as a loss, and its folder is of a class of text."""
     same = config("qwen3_5_moe_text").to_dict()
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-    }
+    vision = {**VISION["qwen2_5_vl"], "out_hidden_size": 32}
     described = transformers.AutoConfig.for_model(
         "qwen3_5_moe", text_config=same, vision_config=vision, tie_word_embeddings=False
     )

@@ -89,9 +89,6 @@ _OF_ROTARY = ("position_embedding_type", "rotary_base")
 ``TransformerConfig``. Source: megatron-core 0.19.2, ``models/gpt/gpt_model.py`` (``GPTModel``)."""
 
 
-_PADDING = "pad_token_id"
-
-
 @dataclass(frozen=True, slots=True)
 class Described:
     """A model of Megatron's that is to be described as Hugging Face does.
@@ -137,7 +134,9 @@ class Described:
         if travelled is not None and self.known in architecture_of(travelled):
             made = self._adapted(kept_spelling(travelled, made, self.differences(travelled)))
         else:
-            made[_PADDING] = None  # else a class's own: Phi-3's 32000 or Ernie's 0, whose embedding gets no gradient
+            made["pad_token_id"] = (
+                None  # else a class's own: Phi-3's 32000 or Ernie's 0, whose embedding gets no gradient
+            )
         return {**made, **waiting}
 
     def undeclared(self) -> dict[str, object]:
