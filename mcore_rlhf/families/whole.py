@@ -28,12 +28,12 @@ from .megatron.state import MegatronState
 from .module import ModuleState
 from .options import ReadOptions, WriteOptions
 from .sidecar import STATE, UNHELD, Sidecar, sidecar_files
-from .source import Family, Names, Source, StoredFile, TrainingState
+from .source import Family, Names, Source, StoredFile
 
 
 def whole_source(
     form: Names, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions,
-    state: TrainingState | None = None,
+    own: Sidecar | None = None,
 ) -> Source:  # fmt: skip
     """A source of whole tensors.
 
@@ -46,7 +46,7 @@ def whole_source(
         catalog: Every tensor, whole, under those names, with its state.
         files: All files of the format's own, its index too.
         options: The user's: whose model it is, how many words there are.
-        state: Iteration, param groups, arguments, … as the format's own files say them; None where :func:`whole_sidecar` keeps them.
+        own: What is no tensor, as the format's own files say it; None where :func:`whole_sidecar` keeps it.
 
     Raises:
         Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a layer
@@ -56,8 +56,7 @@ def whole_source(
         LayoutMismatch: The arguments are those of another model.
         Unsupported: A name is none of Megatron's.
     """
-    beside = Sidecar.read(root, options.stubs, needed=True) or Sidecar()
-    beside, role = beside if state is None else replace(beside, state=state), options.role or "actor"
+    beside, role = own or Sidecar.read(root, options.stubs, needed=True) or Sidecar(), options.role or "actor"
     entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
     if others := {entry.name.role for entry in entries} - {role}:
         raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")

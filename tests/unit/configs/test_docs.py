@@ -11,7 +11,6 @@ import textwrap
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,9 +36,8 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.sidecar import STATE
+from mcore_rlhf.families.sidecar import STATE, Sidecar
 from mcore_rlhf.families.source import ParamGroup, TrainingState
-from mcore_rlhf.families.whole import weights_alone, whole_source
 from mcore_rlhf.formats import registry
 from mcore_rlhf.models.spec import read_rules
 from mcore_rlhf.storage import containers, urls
@@ -370,7 +368,7 @@ def test_a_format_says_itself_whose_models_it_has_and_what_its_files_say_of_the_
     with pytest.raises(Incomplete, match="no param groups"):
         registry.open_checkpoint(tmp_path / "flat", ReadOptions())
     state = TrainingState(7, groups=(ParamGroup({"lr": 0.5}),))
-    monkeypatch.setattr(flat, "whole_source", partial(whole_source, state=state))
+    monkeypatch.setattr(flat.FlatFormat, "run", lambda self, path, entries: Sidecar(state=state))
     monkeypatch.setattr(flat.FlatFormat, "roles", lambda self, path: ("actor", "critic"))
     with pytest.raises(UsageError, match="holds several checkpoints: actor, critic\nName one with --role"):
         registry.open_checkpoint(tmp_path / "flat", ReadOptions())
@@ -408,15 +406,7 @@ def test_files_of_weights_alone_close_the_account(
 ) -> None:
     """It said of each tensor of the optimizer that nothing accounts for it, and that this should be reported."""
     monkeypatch.setattr(flat.FlatFormat, "family", "module")
-    weights = flat.whole_tensors
-    monkeypatch.setattr(
-        flat, "whole_tensors", lambda source, options: weights(source, replace(options, no_optimizer=True))
-    )
-    monkeypatch.setattr(
-        flat,
-        "whole_sidecar",
-        lambda source, report: ({}, weights_alone(source, WriteOptions(no_optimizer=no_optimizer), report)),
-    )
+    monkeypatch.setattr(flat.FlatFormat, "weights_alone", True)
     options = ConvertOptions(to="flat", fsync=False, write=WriteOptions(no_optimizer=no_optimizer))
     job = convert(GOLDEN.parents[1] / golden, tmp_path / "flat", options)
     assert job.account.unaccounted == ()
