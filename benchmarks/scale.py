@@ -28,13 +28,13 @@ from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.ranks import RankLayout
 from mcore_rlhf.families.options import ConvertOptions
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.pickling import PickledTree
 from mcore_rlhf.storage.pt import Pickled
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import pairs
 
 from . import planning

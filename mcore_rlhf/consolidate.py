@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, is_checkpoint, write_target
+from mcore_rlhf.convert import Job, is_checkpoint, write_target
 from mcore_rlhf.core.catalog import (
     FLOAT32,
     FLOATING,
@@ -29,8 +29,9 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Problems
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.formats.hf.files import (

@@ -20,16 +20,17 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mcore_rlhf.consolidate import memory_layout, torch_tensor
-from mcore_rlhf.convert import ConvertOptions, Job, Progress, write_target
+from mcore_rlhf.convert import Job, write_target
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Box, Record, TensorName, dtype_of
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError, log_of
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.complete import gaps, refuse_left_out
 from mcore_rlhf.families.crossing.description import description, known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.to_megatron import related, to_megatron
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import CONVERTED, Passage, through
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Target, TargetFile

@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 import click
 
-from mcore_rlhf.convert import Progress
 from mcore_rlhf.core.catalog import PARAM
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.crossing.alike import alike
 from mcore_rlhf.families.module import read_config
 from mcore_rlhf.families.options import ReadOptions

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import click
 
-from mcore_rlhf.convert import ConvertOptions, Job, Progress
+from mcore_rlhf.convert import Job
 from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.core.facts import Fate, Kind
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.execution.parts import begun
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.job_options import PartNumber
-from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step, finish_parts, published_folder

@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import printable
+from mcore_rlhf.execution.run import Progress
 
 from .guard import PROGRESS
 from .logs import QUIET, SHOWN

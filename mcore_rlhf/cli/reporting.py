@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import CheckpointError, UsageError
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import is_model, open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.run import steps

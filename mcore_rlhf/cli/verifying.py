@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from mcore_rlhf.convert import Progress
 from mcore_rlhf.errors import Problem, Problems
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values

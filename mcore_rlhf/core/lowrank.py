@@ -22,42 +22,30 @@ from .execute import WINDOW_BYTES, WORDS, SourceBytes
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """A product of two thin matrices.
-
-    Args:
-        left: ``(rows, rank)``.
-        right: ``(rank, columns)``.
-        scale: What the product is multiplied by.
-        transposed: Whether the entries are those of the transposed product: ``left`` is ``(columns, rank)`` and ``right`` is
-            ``(rank, rows)``.
-    """
-
-    left: TensorEntry
-    right: TensorEntry
-    scale: float
-    transposed: bool = False
-
-    @property
-    def shape(self) -> Shape:
-        """``(rows, columns)``."""
-        rows, columns = self.left.global_shape[0], self.right.global_shape[1]
-        return (columns, rows) if self.transposed else (rows, columns)
-
-
-@dataclass(frozen=True, slots=True)
 class LowRankSum:
-    """A weight with an adapter added to it.
+    """A weight with an adapter, the product of two thin matrices, added to it.
 
     Args:
         base: ``(rows, columns)``, of any type.
-        product: What is added; of the same shape.
+        left: ``(rows, rank)``.
+        right: ``(rank, columns)``.
+        scale: What the product is multiplied by.
         dtype: What the sum is rounded to.
+        transposed: Whether what is added is the transposed product: ``left`` is ``(columns, rank)`` and ``right`` is ``(rank, rows)``.
     """
 
     base: TensorEntry
-    product: LowRank
+    left: TensorEntry
+    right: TensorEntry
+    scale: float
     dtype: DType
+    transposed: bool = False
+
+    @property
+    def added_shape(self) -> Shape:
+        """``(rows, columns)`` of what is added; those of the base, if it belongs to it."""
+        rows, columns = self.left.global_shape[0], self.right.global_shape[1]
+        return (columns, rows) if self.transposed else (rows, columns)
 
     def record(self, name: str) -> Record:
         """The record that holds the sum, of that name."""
@@ -80,14 +68,14 @@ class LowRankSum:
         first = number * self.block_rows
         count = min(self.block_rows, rows - first)
         total = floats(self.base, Box((first, 0), (count, columns)), source)
-        total += self._product(first, count, source) * np.float32(self.product.scale)
+        total += self._product(first, count, source) * np.float32(self.scale)
         words = total.view(WORDS[FLOAT32.itemsize])
         return words if self.dtype == FLOAT32 else convert(words, FLOAT32, self.dtype)
 
     def _product(self, first: int, count: int, source: SourceBytes) -> Words:
-        left, right = self.product.left, self.product.right
+        left, right = self.left, self.right
         rank = left.global_shape[1]
-        if self.product.transposed:
+        if self.transposed:
             rows = floats(right, Box((0, first), (rank, count)), source).T
             return _product(np.ascontiguousarray(rows), floats(left, Box.whole(left.global_shape), source).T)
         return _product(
@@ -95,7 +83,7 @@ class LowRankSum:
         )
 
     def __str__(self) -> str:
-        return f"{self.base.name.param} + {self.product.scale:g}·B·A"
+        return f"{self.base.name.param} + {self.scale:g}·B·A"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.convert import convert
 from mcore_rlhf.demo.placed_state import assembled
 from mcore_rlhf.demo.rl import continuing
 from mcore_rlhf.demo.rl.continuing import Stretch
@@ -25,7 +25,7 @@ from mcore_rlhf.demo.rl.metrics import read_metrics
 from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
 from mcore_rlhf.errors import StorageError, Unsupported, UsageError
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.installation import to_install
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.paths import local_path

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ from mcore_rlhf.families.lora.names import (
 from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.formats.peft import FORMAT
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.safetensors import Safetensors, SafetensorsFile, read_safetensors
+from mcore_rlhf.storage.record_file import OpenedFile
+from mcore_rlhf.storage.safetensors import Safetensors, read_safetensors
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment, StateTensor
@@ -158,7 +160,7 @@ class AdapterEngine:
         rest = self._prepare_rest(request)
         return AdapterLoad(self.adapter, request.folder, stored, rest, report)
 
-    def _check(self, stored: SafetensorsFile, folder: ReadablePath) -> None:
+    def _check(self, stored: OpenedFile, folder: ReadablePath) -> None:
         problems, live = Problems(), self.adapter.tensors()
         where = str(folder / SAFETENSORS)
         for name in sorted({*stored.tensors, *live}):
@@ -199,7 +201,7 @@ class AdapterLoad:
 
     adapter: LiveAdapter
     folder: ReadablePath
-    stored: SafetensorsFile
+    stored: OpenedFile
     rest: PreparedLoad | None
     report: Report
     files: Sequence[ReadablePath] = field(init=False)
@@ -322,20 +324,14 @@ class LiveAdapter:
             if why := no_bytes(tensor):
                 raise Unsupported(f"{memory} {why}; the base model's fingerprint cannot be taken")
             seen.update({tensor.data_ptr()} if tensor.numel() else set())
-            yield Sampled(in_original(memory), tuple(tensor.shape), dtype_of(tensor.dtype), _TensorBytes(tensor))
+            yield Sampled(in_original(memory), tuple(tensor.shape), dtype_of(tensor.dtype), partial(_bytes_of, tensor))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TensorBytes:
-    """Gives parts of a live tensor."""
-
-    tensor: torch.Tensor
-
-    def __call__(self, runs: Runs) -> bytes:
-        """The bytes of the runs."""
-        flat = self.tensor.detach().reshape(-1)
-        parts = torch.cat([flat[start:stop].reshape(-1) for start, stop in runs])
-        return bytes(parts.contiguous().view(torch.uint8).cpu().numpy().data)
+def _bytes_of(tensor: torch.Tensor, runs: Runs) -> bytes:
+    """Parts of a live tensor."""
+    flat = tensor.detach().reshape(-1)
+    parts = torch.cat([flat[start:stop].reshape(-1) for start, stop in runs])
+    return bytes(parts.contiguous().view(torch.uint8).cpu().numpy().data)
 
 
 def _own_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ from mcore_rlhf.errors import CheckpointError, Problem, Problems
 from mcore_rlhf.families.source import Computed, Source, open_bytes
 from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .stateful import Undo
 

@@ -12,8 +12,8 @@ from torch import optim
 
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems, log_of
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
-from mcore_rlhf.storage.stored import map_tensors
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .load import Pair
 from .stateful import Stateful, Undo, not_writable

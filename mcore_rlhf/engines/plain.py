@@ -19,7 +19,8 @@ from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, UsageError
 from mcore_rlhf.formats.torch_file import FILE as FILE
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, StateTensor
 from .load import Load, Pair, fill_places, naming

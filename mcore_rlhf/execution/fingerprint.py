@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from mcore_rlhf import __version__
 from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.options import ConvertOptions
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.store import StoreStat
 from mcore_rlhf.storage.urls import checkpoint_path
 

@@ -10,11 +10,11 @@ from typing import Generic, NamedTuple, TypeVar
 
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.errors import Corrupt, Problems
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.destination import Destination
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import Pair
 
 from .fingerprint import Fingerprint

@@ -12,11 +12,12 @@ from fnmatch import fnmatchcase
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .megatron.state import MegatronState
 from .module import ModuleState
 from .options import ReadOptions
-from .source import NewNames, ParamGroup, Source, StoredFile
+from .source import NewNames, ParamGroup, Source
 
 _WILDCARDS = "*?["
 _NOT = "!"

@@ -25,11 +25,12 @@ from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.records import check_of, convert, record_of, told
 
 from .inventory import item_in
 from .module import ModuleState
-from .source import Source, StoredFile, TrainingState
+from .source import Source, TrainingState
 
 if TYPE_CHECKING:
     from mcore_rlhf.models.huggingface.table import Spelling
@@ -226,7 +227,7 @@ def sidecar_files(root: ReadablePath, folder: str = "") -> list[StoredFile]:
         folder: The step's, relative to it, with a ``/`` at the end; empty at the top.
     """
     there = (folder + name for name in (STATE, ARRAYS))
-    return [StoredFile(file, (root / file).stat().st_size, ()) for file in there if (root / file).is_file()]
+    return [StoredFile.at(root, file) for file in there if (root / file).is_file()]
 
 
 def _check_version(content: object, path: ReadablePath) -> None:

@@ -15,7 +15,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.leftovers import Carried, Leftover
 from mcore_rlhf.storage.paths import ReadablePath, absolute
-from mcore_rlhf.storage.torchzip import Directory
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.urls import open_files
 
 from .option_types import Takes
@@ -109,33 +109,6 @@ class TrainingState:
     grad_scaler: object | None = None
     other: dict[str, object] = field(default_factory=dict)
     by_steps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file of a source, with the checksums that it carries itself.
-
-    Args:
-        path: Relative to the source's root.
-        nbytes: Its length.
-        records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum. Some formats read them only when asked,
-            and raise CheckpointError then where the file is damaged.
-        whole: CRC-32 of all its bytes, where a manifest lists one besides those of the records.
-        rank: Of files that hold parts of the same tensors, as DCP's and ZeRO's do: whose this one is. No two have the same.
-        stem: What it was called when it was written, without the ending, where it says so.
-    """
-
-    path: str
-    nbytes: int
-    records: Sequence[tuple[str, int, int, int]]
-    whole: int | None = None
-    rank: int | None = None
-    stem: str = ""
-
-    @classmethod
-    def of_zip(cls, path: str, directory: Directory, rank: int | None = None) -> StoredFile:
-        """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
-        return cls(path, directory.nbytes, directory.checksums, rank=rank, stem=directory.stem)
 
 
 @dataclass(frozen=True, slots=True)

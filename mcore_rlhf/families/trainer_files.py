@@ -19,9 +19,9 @@ from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.storage.paths import ReadablePath, absolute, lies_in
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .fsdp.state import random_states
-from .source import StoredFile
 
 RankStates = Mapping[str, object]
 """The random states of a rank, by generator."""

@@ -19,6 +19,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .fsdp.model import model_config, num_layers
 from .inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, state_items
@@ -28,7 +29,7 @@ from .megatron.state import MegatronState
 from .module import ModuleState
 from .options import ReadOptions, WriteOptions
 from .sidecar import STATE, UNHELD, Sidecar, sidecar_files
-from .source import Family, Names, Source, StoredFile
+from .source import Family, Names, Source
 
 
 def whole_source(

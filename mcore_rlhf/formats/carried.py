@@ -24,13 +24,14 @@ from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, SWIFT, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_counters import COUNTED, STEP, NewCounters, read_counters
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles, new_states, of_ranks, rng_item
 from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer, reason_of_name
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
 

@@ -10,12 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
 from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.record_file import StoredFile
 
 _STEP_MANIFEST = "manifest.json"
 """The manifest of a whole step, whose roles are folders in it."""

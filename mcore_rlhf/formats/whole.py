@@ -29,11 +29,11 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import STATE, Sidecar, plain
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.families.whole import weights_alone, whole_sidecar, whole_source, whole_tensors
-from mcore_rlhf.storage.paths import ReadablePath, beneath
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.reading import opened, parse_json, read_json
-from mcore_rlhf.storage.record_file import Container, Raw
+from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
 
@@ -110,7 +110,7 @@ class WholeFormat(Format):
             path: The folder.
             file: The file's path in it.
         """
-        return StoredFile(file, beneath(path, file).stat().st_size, ())
+        return StoredFile.at(path, file)
 
     def run(self, path: ReadablePath, entries: Sequence[TensorEntry]) -> Sidecar | None:
         """What files of the format's own say besides tensors, where nothing of ours lies beside; None where they say nothing.

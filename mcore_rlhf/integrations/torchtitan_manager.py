@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rlhf.errors import Problems, Unsupported
-from mcore_rlhf.manager.run.manager import Decisions, ManagerOptions
+from mcore_rlhf.manager.run.manager import Decisions
+from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
 

@@ -8,28 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.convert import (
-    ConvertOptions,
-    Job,
-    Progress,
-    convert,
-    joins_run,
-    prepare,
-    publication_of,
-    published_by,
-    refuse_losses,
-)
+from mcore_rlhf.convert import Job, convert, joins_run, prepare, publication_of, published_by, refuse_losses
 from mcore_rlhf.core.account import Account, Report
 from mcore_rlhf.core.facts import Facts, Fate, Item, Kind, Reason
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
 from mcore_rlhf.execution.parts import finish, run_part, were_joined
-from mcore_rlhf.execution.run import publish
+from mcore_rlhf.execution.run import Progress, publish
 from mcore_rlhf.execution.saved import SavedPlan, write_plan
 from mcore_rlhf.execution.work import Known, PlannedTarget, Sums, Work
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.option_types import Takes
+from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mcore_rlhf.convert import ConvertOptions, Progress
 from mcore_rlhf.errors import CheckpointError, StorageError, UsageError
+from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.job_options import PartNumber
+from mcore_rlhf.families.options import ConvertOptions
 from mcore_rlhf.installation import to_install
 from mcore_rlhf.storage.paths import ReadablePath
 

@@ -9,13 +9,14 @@ from typing import Any
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.trainers.known import TRAINERS
 from mcore_rlhf.trainers.table import STEP, Trainer

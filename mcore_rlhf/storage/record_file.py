@@ -23,6 +23,7 @@ from .checksum import combine, crc32
 from .manifest import FileEntry
 from .paths import ReadablePath, beneath, human, pwrite_all, storage_error
 from .stored import StoredTensor
+from .torchzip import Directory
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
@@ -83,6 +84,43 @@ class OpenedFile:
     tensors: Mapping[str, StoredTensor]
     records: Sequence[tuple[str, int, int, int]] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a source, with the checksums that it carries itself.
+
+    Args:
+        path: Relative to the source's root.
+        nbytes: Its length.
+        records: ``(key, byte offset, bytes, crc32)`` of every part that has a checksum. Some formats read them only when asked,
+            and raise CheckpointError then where the file is damaged.
+        whole: CRC-32 of all its bytes, where a manifest lists one besides those of the records.
+        rank: Of files that hold parts of the same tensors, as DCP's and ZeRO's do: whose this one is. No two have the same.
+        stem: What it was called when it was written, without the ending, where it says so.
+    """
+
+    path: str
+    nbytes: int
+    records: Sequence[tuple[str, int, int, int]] = ()
+    whole: int | None = None
+    rank: int | None = None
+    stem: str = ""
+
+    @classmethod
+    def at(cls, root: ReadablePath, file: str) -> StoredFile:
+        """A file without checksums, of that path in a folder.
+
+        Raises:
+            Untrusted: The path leads out of it.
+            FileNotFoundError: There is none.
+        """
+        return cls(file, beneath(root, file).stat().st_size)
+
+    @classmethod
+    def of_zip(cls, path: str, directory: Directory, rank: int | None = None) -> StoredFile:
+        """A ``.pt`` file, or another zip, with the checksums of its members where it has any."""
+        return cls(path, directory.nbytes, directory.checksums, rank=rank, stem=directory.stem)
 
 
 class Container(ABC):

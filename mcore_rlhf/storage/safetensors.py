@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -69,10 +69,8 @@ class Safetensors(Container):
     def open(cls, root: ReadablePath, file: str, stubs: Collection[str] = ()) -> OpenedFile:
         """See :meth:`.record_file.Container.open` and :func:`read_safetensors`."""
         opened = read_safetensors(root, file)
-        metadata = {
-            key: text for key, text in opened.metadata.items() if key != _FRAMEWORK and text not in opened.tensors
-        }
-        return OpenedFile(file, opened.nbytes, opened.tensors, metadata=metadata)
+        texts = {key: text for key, text in opened.metadata.items() if key != _FRAMEWORK and text not in opened.tensors}
+        return replace(opened, metadata=texts)
 
     def layout(self, file: str) -> Layout:
         """The header, and the tensors behind it.
@@ -96,25 +94,8 @@ class Safetensors(Container):
         return Layout(*end_to_end((tensor.record for tensor in self.tensors), len(header)), [Piece(0, header)])
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
-    """A safetensors file that was opened.
-
-    Args:
-        file: Path relative to the checkpoint's root.
-        nbytes: Its length.
-        tensors: What it holds, in the order of the header.
-        metadata: The header's own texts, such as ``{"format": "pt"}``.
-    """
-
-    file: str
-    nbytes: int
-    tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, str]
-
-
-def read_safetensors(root: ReadablePath, file: str) -> SafetensorsFile:
-    """Open a safetensors file. No byte of a tensor is read.
+def read_safetensors(root: ReadablePath, file: str) -> OpenedFile:
+    """Open a safetensors file, with all texts of its header. No byte of a tensor is read.
 
     Args:
         root: The checkpoint's folder.
@@ -196,7 +177,7 @@ class _Reading:
     nbytes: int
     problems: Problems
 
-    def opened(self, entries: Mapping[str, object], metadata: object) -> SafetensorsFile:
+    def opened(self, entries: Mapping[str, object], metadata: object) -> OpenedFile:
         spans = [span for name, entry in entries.items() if (span := self._span(name, entry)) is not None]
         if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
             self._wrong(f"{_METADATA} should hold texts")
@@ -204,7 +185,7 @@ class _Reading:
             self._check_order(spans)
         self.problems.raise_if_any()
         tensors = {name: self._stored(name, dtype, shape, begin) for name, dtype, shape, begin, _ in spans}
-        return SafetensorsFile(self.file, self.nbytes, tensors, metadata if isinstance(metadata, dict) else {})
+        return OpenedFile(self.file, self.nbytes, tensors, metadata=metadata if isinstance(metadata, dict) else {})
 
     def _stored(self, name: str, dtype: DType, shape: Shape, begin: int) -> StoredTensor:
         record = Record(self.file, name, dtype, prod(shape), self.start + begin)

@@ -20,10 +20,10 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.execute import AHEAD_BYTES, WINDOW_BYTES, WORDS, ReadsAhead, SourceBytes, rows_of, strided
 from mcore_rlhf.core.plan import Copy, check_tiles, coalesced
 from mcore_rlhf.errors import Corrupt, CoverageError, Problems
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.models.implied import UNTIED
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT
 from mcore_rlhf.storage.checksum import combine, crc32, crc32_of_zeros
+from mcore_rlhf.storage.record_file import StoredFile
 
 Task = Callable[[], None]
 _Progress = Callable[[int], None]

@@ -27,7 +27,7 @@ from mcore_rlhf.errors import (
     headline,
 )
 from mcore_rlhf.families.module import ModuleState
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, of_ranks
 from mcore_rlhf.formats.carried import step_of, unopened
 from mcore_rlhf.storage import reading
@@ -37,6 +37,7 @@ from mcore_rlhf.storage.leftovers import Leftover, leftovers, of_trainer
 from mcore_rlhf.storage.paths import ReadablePath, cannot_open
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import MAX_TEXT, opened
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.safetensors import read_safetensors
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.storage.unpickle import unpickle

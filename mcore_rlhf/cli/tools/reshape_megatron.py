@@ -18,9 +18,9 @@ from pathlib import Path
 
 from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
-from mcore_rlhf.convert import ConvertOptions, Job, convert, prepare
+from mcore_rlhf.convert import Job, convert, prepare
 from mcore_rlhf.errors import NotACheckpoint, Unsupported, UsageError
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.models.spec import Rules, read_rules
 from mcore_rlhf.storage.reading import read_json
 

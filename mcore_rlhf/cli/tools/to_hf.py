@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
-from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.hf import FORMAT
 from mcore_rlhf.storage.paths import parse_size
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from mcore_rlhf.cli.output import say
 from mcore_rlhf.cli.scripts import command_line, exit_code_of, once_in_a_job
-from mcore_rlhf.convert import ConvertOptions, Job, add_to_run, name_latest, prepare, publish_tag
+from mcore_rlhf.convert import Job, add_to_run, name_latest, prepare, publish_tag
 from mcore_rlhf.errors import Incomplete, NotACheckpoint, Untrusted, UsageError
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.universal import FORMAT
 from mcore_rlhf.formats.universal.files import SUFFIX
 from mcore_rlhf.storage.paths import beneath, cannot_open

@@ -22,7 +22,7 @@ from mcore_rlhf.demo.rl.settings import Settings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
 from mcore_rlhf.demo.trainer import Trainer
-from mcore_rlhf.engines.megatron import MegatronEngine
+from mcore_rlhf.engines.megatron.engine import MegatronEngine
 from mcore_rlhf.errors import CheckpointError, log_of
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, FixedKL, KLController
 from mcore_rlhf.manager.rlhf.pieces import BestMetric, RunningStatistics

@@ -18,7 +18,8 @@ from mcore_rlhf.families.module import LAYOUT_KEYS, scaler_of
 from mcore_rlhf.families.source import ParamGroup, TrainingState
 from mcore_rlhf.formats.deepspeed.files import TagFiles
 from mcore_rlhf.layouts.zero import FlatGroup
-from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
 
 from ..load import Load, Slot, planned_locally
 from ..optimizers import is_elementwise

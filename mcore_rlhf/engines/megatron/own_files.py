@@ -24,7 +24,7 @@ from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk, model_chunks
 from mcore_rlhf.models.spec import Rules
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.urls import open_files
 
 from ..load import Load, Slot, planned_locally

@@ -27,7 +27,8 @@ from mcore_rlhf.families.megatron.groups import inner_state
 from mcore_rlhf.formats.megatron.plain import masters_of
 from mcore_rlhf.models.megatron import is_routed_expert
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
 
 from ..load import Pair
 from ..optimizers import OptimizerLoad, OwnLoad, SavedOptimizer, StockLoad, is_stock, matched

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, Shape
 from mcore_rlhf.core.chunks import new_rows
@@ -171,29 +170,18 @@ def _goes_along(source: Source) -> bool:
     return source.carried is not None and CONFIG in source.carried.files
 
 
-class Related(NamedTuple):
-    """What a model under Hugging Face's names is to Megatron's.
-
-    Args:
-        relation: The tensors of both.
-        sizes: As the tensors have them.
-        counted: As the config has them.
-        copies: Tensors that release files have twice.
-    """
-
-    relation: Relation
-    sizes: Sizes
-    counted: Sizes
-    copies: list[str]
-
-
-def related(source: Source, config: Mapping[str, object], options: WriteOptions) -> Related:
+def related(
+    source: Source, config: Mapping[str, object], options: WriteOptions
+) -> tuple[Relation, Sizes, Sizes, list[str]]:
     """Relate the tensors of a source under Hugging Face's names to Megatron's.
 
     Args:
         source: It, with experts that are modules of their own.
         config: The model's description.
         options: What the user asked for.
+
+    Returns:
+        The tensors of both; sizes as the tensors have them, and as the config has them; tensors that release files have twice.
 
     Raises:
         CheckpointError: See :func:`to_megatron`.
@@ -202,7 +190,7 @@ def related(source: Source, config: Mapping[str, object], options: WriteOptions)
     shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
     spelling = FormerFamily.of(source).spelling(_implementation(among, options))
     buffers = frozenset(ModuleState.needed(source, MegatronState.names).buffers)
-    return Related(from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies)
+    return from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies
 
 
 def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes, list[str]]:

@@ -25,7 +25,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import COMPUTED
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
-from mcore_rlhf.core.lowrank import LowRank, LowRankSum
+from mcore_rlhf.core.lowrank import LowRankSum
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, UsageError
 from mcore_rlhf.families.inventory import OF_OPTIMIZER
 from mcore_rlhf.families.module import ModuleState
@@ -199,13 +199,12 @@ class Merge:
             self._sums.update((COMPUTED + key, total) for key, total in numbered.items())
             return
         transposed = ".lora_embedding_" in pair[LORA_A].memory or self.config.flag("fan_in_fan_out")
-        product = LowRank(left, right, self.config.scaling(module), transposed)
-        if product.shape != base.global_shape:
-            text = f"{name}: has shape {base.global_shape}, and what the adapter adds has {product.shape}"
+        total = LowRankSum(base, left, right, self.config.scaling(module), dtype, transposed)
+        if total.added_shape != base.global_shape:
+            text = f"{name}: has shape {base.global_shape}, and what the adapter adds has {total.added_shape}"
             advice = "This is another model's adapter, or its configuration is another's."
             self._problems.add(LayoutMismatch, text, advice)
             return
-        total = LowRankSum(base, product, dtype)
         record = total.record(name)
         self._sums[record.file] = total
         chunk = Chunk.whole(record, base.global_shape)
@@ -333,7 +332,7 @@ def _expert_sums(
     rank = right.global_shape[0] // experts
     return [
         LowRankSum(
-            _expert(base, number), LowRank(_columns(left, number, experts), _rows(right, number * rank, rank), scale), dtype
+            _expert(base, number), _columns(left, number, experts), _rows(right, number * rank, rank), scale, dtype
         )
         for number in range(experts)
     ]  # fmt: skip

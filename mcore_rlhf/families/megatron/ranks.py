@@ -20,7 +20,7 @@ from mcore_rlhf.errors import CheckpointError, Problems
 from mcore_rlhf.layouts.tensor import LocalLayout, local_layout
 from mcore_rlhf.models.megatron import is_buffer, is_routed_expert, renumbered
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .arguments import DISTRIBUTED, PLAIN
 from .folders import FileRank

@@ -27,7 +27,7 @@ from mcore_rlhf.families.inventory import items_in, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.nested import PICKLED_NONE, is_none
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
 from .arguments import Arguments

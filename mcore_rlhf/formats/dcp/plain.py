@@ -22,11 +22,12 @@ from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.tied import find_aliases, stored_identity
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.rankfile import Local, read_rank_file
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torchzip import read_directory
 

@@ -20,16 +20,17 @@ from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, scheduled_groups
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import misfits, sizes_of_config
 from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.models.torchtitan import OWN_NAMES, release_of
-from mcore_rlhf.storage.dcp.folder import DcpFile, DcpFolder, DcpObject, DcpTensor, load_tensor
+from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor, load_tensor
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, PieceTensor, read_pieces
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -82,7 +83,7 @@ class _Opened:
     tensors: dict[str, DcpTensor | PieceTensor | PartTensor]
     objects: dict[str, DcpObject]
     paths: dict[str, Path_]
-    files: tuple[DcpFile, ...]
+    files: tuple[StoredFile, ...]
     unplaced: Unplaced = field(default_factory=Unplaced)
 
     @classmethod
@@ -113,9 +114,9 @@ class _Opened:
         found = read_pieces(located.root, inside)
         for file in found.files:
             unplaced.look(file.file, file.metadata, {PLACES: None, PLACES_VERSION: None}, "metadata")
-        files = [DcpFile(f.file, f.nbytes, f.records, rank) for rank, f in enumerate(found.files)]
-        if (index := located.folder / PIECES_INDEX).is_file():
-            files.append(DcpFile(f"{inside}/{PIECES_INDEX}", index.stat().st_size))
+        files = [StoredFile(f.file, f.nbytes, f.records, rank=rank) for rank, f in enumerate(found.files)]
+        if (located.folder / PIECES_INDEX).is_file():
+            files.append(StoredFile.at(located.root, f"{inside}/{PIECES_INDEX}"))
         paths: dict[str, Path_] = {name: (name,) for name in found.tensors}
         return cls(located.folder, dict(found.tensors), {}, paths, tuple(files), unplaced)
 
@@ -185,8 +186,7 @@ class _DcpReader:
     def _files(self) -> tuple[StoredFile, ...]:
         inner = self.opened.folder.relative_to(self.located.root).as_posix()
         sidecar = sidecar_files(self.located.root, "" if inner == "." else f"{inner}/")
-        stored = (StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in self.opened.files)
-        return (*stored, *sidecar)
+        return (*self.opened.files, *sidecar)
 
     @property
     def _with_optimizer(self) -> bool:

@@ -32,7 +32,7 @@ from mcore_rlhf.layouts.tensor import LocalLayout
 from mcore_rlhf.layouts.zero import BorderGroup, Group, SlicedGroup
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .tag import OpenedTag
 

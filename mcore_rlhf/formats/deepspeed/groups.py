@@ -16,7 +16,8 @@ from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import momentum_is_flat, momentum_is_unreduced
 from .tag import OpenedTag

@@ -26,7 +26,7 @@ from mcore_rlhf.formats.base import PtLayout
 from mcore_rlhf.layouts.tensor import LocalLayout, whole_layout
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup, alignment_gaps, dealt, sub_groups
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .catalog import Partitioned, StoredModule, chunks_of
 from .files import momentum_is_flat, section

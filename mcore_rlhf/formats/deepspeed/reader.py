@@ -18,13 +18,14 @@ from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import OPAQUE, Known, Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.module import LAYOUT_KEYS, SHARDED_KEYS, ModuleState, leaves_out_frozen, scaler_of
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.families.universal_info import UniversalCheckpointInfo
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import undealt
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .catalog import MpShard, Partitioned, StoredModule, StoredTensors, read_module

@@ -23,7 +23,8 @@ from mcore_rlhf.families.module import USE_MUON, is_for_muon
 from mcore_rlhf.layouts.zero import FlatGroup
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.checksum import crc32
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .catalog import Partitioned, StoredModule
 

@@ -37,8 +37,7 @@ from mcore_rlhf.formats.base import FileLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup
 from mcore_rlhf.models.spec import ParamSpec
-from mcore_rlhf.storage.pt import StoredTensor
-from mcore_rlhf.storage.stored import new_stub, stub_class
+from mcore_rlhf.storage.stored import StoredTensor, new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .files import LATEST, expert_name, layer_name, model_name, model_name_of_rank, optim_name, section

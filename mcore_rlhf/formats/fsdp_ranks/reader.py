@@ -35,12 +35,13 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torchzip import read_directory
 
@@ -492,9 +493,7 @@ class _RanksReader:
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
-        root, extra = self.root, [name for names in self.extra.values() for name in names]
-        ranks = [StoredFile.of_zip(file.file, file.directory) for file in (*self.model, *self.optim)]
-        ranks += [StoredFile.of_zip(name, read_directory(root / name)) for name in extra]
-        if (metadata := root / rank_items.METADATA).is_file():
-            ranks.append(StoredFile(rank_items.METADATA, metadata.stat().st_size, ()))
-        return (*ranks, *sidecar_files(self.root))
+        zips = {file.file: file.directory for file in (*self.model, *self.optim)}
+        zips |= {name: read_directory(self.root / name) for names in self.extra.values() for name in names}
+        items = [StoredFile.at(self.root, name) for name in (rank_items.METADATA,) if (self.root / name).is_file()]
+        return (*(StoredFile.of_zip(*one) for one in zips.items()), *items, *sidecar_files(self.root))

@@ -17,7 +17,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS, split_parts, split_role
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.families.trainer_files import ACCELERATE
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -27,6 +27,7 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, has_pieces
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 
 from .config import (
@@ -312,7 +313,7 @@ class _FolderReader:
         """All files that matter."""
         files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
         if (self.path / CONFIG).is_file():
-            files.append(StoredFile(CONFIG, (self.path / CONFIG).stat().st_size, ()))
+            files.append(StoredFile.at(self.path, CONFIG))
         return [*files, *sidecar_files(self.path)]
 
 

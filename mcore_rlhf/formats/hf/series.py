@@ -11,10 +11,10 @@ from mcore_rlhf.core.catalog import Chunk, Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.run_folders import SPLIT_WEIGHTS, is_split
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, read_pieces
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
@@ -82,7 +82,7 @@ def read_parts(root: ReadablePath) -> Series:
         series.files.append(StoredFile(file.file, file.nbytes, file.records))
         series.unplaced.look(file.file, file.metadata, {PLACES: None, PLACES_VERSION: None}, "metadata")
     if (root / PIECES_INDEX).is_file():
-        series.files.append(StoredFile(PIECES_INDEX, (root / PIECES_INDEX).stat().st_size, ()))
+        series.files.append(StoredFile.at(root, PIECES_INDEX))
     for name, tensor in found.tensors.items():
         first = tensor.pieces[0]
         series.tensors[name] = Scattered(first.record, first.start, tensor.global_shape, first.strides, tensor.pieces)
@@ -245,4 +245,4 @@ class _SeriesReader:
             self.series.shared[name] = owner
 
     def _note_file(self, file: str) -> None:
-        self.series.files.append(StoredFile(file, beneath(self.root, file).stat().st_size, ()))
+        self.series.files.append(StoredFile.at(self.root, file))

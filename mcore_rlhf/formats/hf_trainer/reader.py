@@ -22,7 +22,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.families.trainer_counters import COUNTERS, STEP, read_counters
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format
@@ -30,6 +30,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import packed_in
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import whole_entry
 
 from .files import SCALER, HfRunState
@@ -257,7 +258,5 @@ class _RunReader:
         )  # fmt: skip
 
     def _counters_file(self) -> list[StoredFile]:
-        file = self.path / self.files.counters
-        return (
-            [StoredFile(self.files.counters, file.stat().st_size, ())] if self.files.counters and file.is_file() else []
-        )
+        name = self.files.counters
+        return [StoredFile.at(self.path, name)] if name and (self.path / name).is_file() else []

@@ -36,7 +36,8 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.models.spec import Rules
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .plain import LEFT, Scalars, States, groups_of, has_plain_state, members_of, plain_states
 from .shards import RankShard

@@ -21,7 +21,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, Traits, is_buffer, is_routed_expert, partition_of
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .shards import RankShard
 

@@ -16,7 +16,8 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER
 from mcore_rlhf.errors import Incomplete, Lossy, Unsupported
 from mcore_rlhf.families.megatron.groups import LocalParam, inner_state
 from mcore_rlhf.families.source import ParamGroup
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 FACTORS = frozenset({"L", "R", "Q_L", "Q_R"})
 """Of a square matrix they are shaped like it. Source: emerging_optimizers 0.3.0, ``soap/soap.py`` (``_init_group``)."""

@@ -40,13 +40,15 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState, note_frozen
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import PtFile, StoredTensor
+from mcore_rlhf.storage.pt import PtFile
+from mcore_rlhf.storage.record_file import StoredFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .optimizer import OptimizerReading, is_flat, read_optimizer
 from .parameters import Holder, PartitionFinder, StoredTensors

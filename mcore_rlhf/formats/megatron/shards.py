@@ -15,7 +15,8 @@ from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, Fi
 from mcore_rlhf.families.megatron.state import ModelPart, RankValues
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
-from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
 
 _DEALT_FILES = "layer_wise_optimizer_*.pt"
 """Those of a layer-wise optimizer, one for every data-parallel rank."""

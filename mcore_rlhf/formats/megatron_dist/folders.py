@@ -36,11 +36,11 @@ from mcore_rlhf.families.run_folders import (
     split_beside,
     split_role,
 )
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath
+from mcore_rlhf.storage.record_file import StoredFile
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -403,8 +403,7 @@ class DistFolder:
 
     def files(self) -> tuple[StoredFile, ...]:
         """All files with their checksums."""
-        sharded = (StoredFile(file.path, file.nbytes, file.records, rank=file.rank) for file in self.dcp.files())
-        return (*self.zips, *sharded, *self.beside)
+        return (*self.zips, *self.dcp.files(), *self.beside)
 
     def value(self, item: DcpObject) -> object:
         """An object's value. Most are small and equal, and are taken apart once.

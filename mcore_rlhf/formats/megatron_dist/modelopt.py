@@ -10,9 +10,9 @@ from mcore_rlhf.families.megatron.folders import Located
 from mcore_rlhf.families.megatron.modelopt import FOLDER, KEY, of_modules, without_modules
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.formats.base import FileLayout, TargetFile
 from mcore_rlhf.storage.pt import Pt, read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .folders import COMMON, CONFIG, CONFIG_TEXT, DistFolder
 

@@ -40,7 +40,7 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState, note_frozen, open_bytes
+from mcore_rlhf.families.source import Source, TrainingState, note_frozen, open_bytes
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -48,6 +48,7 @@ from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, registration_order
 from mcore_rlhf.models.spec import ModelSpec
 from mcore_rlhf.storage.dcp.folder import DcpObject
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .bridged import BridgedWeights, described, with_weights
 from .buckets import FlatStates

@@ -28,11 +28,12 @@ from mcore_rlhf.families.lora.parts import CARRIED
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import sidecar_files
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 

@@ -17,13 +17,14 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import Traits, layer_of, partition_of, renumbered
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec, Partition
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor
 
 _FILE = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?_adapter\.pt")

@@ -25,10 +25,11 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torch_values import SmallTensor
 

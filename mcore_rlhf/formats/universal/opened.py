@@ -15,7 +15,8 @@ from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.module import LAYOUT_KEYS
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath, refused, walk
-from mcore_rlhf.storage.pt import PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import PtFile, read_pt
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import (
     FP32,

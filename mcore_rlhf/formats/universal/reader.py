@@ -31,11 +31,12 @@ from mcore_rlhf.families.inventory import state_dict_of
 from mcore_rlhf.families.megatron.groups import of_matrices
 from mcore_rlhf.families.module import SHARDED_KEYS, USE_MUON, ModuleState, leaves_out_frozen
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import ParamGroup, Source, StoredFile, TrainingState
+from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.families.universal_info import INFO, VOCAB_TENSOR
 from mcore_rlhf.models.spec import REPLICATED, VOCABULARY, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.pt import StoredTensor
+from mcore_rlhf.storage.record_file import StoredFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder

@@ -107,21 +107,6 @@ def shown(value: object, width: int = 60) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-@dataclass(frozen=True, slots=True)
-class Neutral:
-    """Takes a run's own folder out of its values.
-
-    Args:
-        output: The folder.
-    """
-
-    output: Path
-
-    def __call__(self, text: str) -> str:
-        """The text with ``{dir}`` in place of the folder."""
-        return text.replace(str(self.output), "{dir}")
-
-
 def children(value: object) -> dict[str, object] | None:
     """The values inside a value, by the name of their place; None where it is a leaf."""
     if isinstance(value, dict):
@@ -148,7 +133,7 @@ class LeafComparer:
         file: Its path in the step.
         tensors: Compares stored tensors.
         ignored: What is not compared.
-        neutral: For either run: takes its own folder out of a text.
+        outputs: Of either run: its own folder, which is taken out of texts.
         tally: Counts.
         profile: How far values may be off.
         distance: Measures how far two tensors are apart, and the largest magnitude in the first.
@@ -157,7 +142,7 @@ class LeafComparer:
     file: str
     tensors: TensorComparer
     ignored: Ignored
-    neutral: tuple[Neutral, Neutral]
+    outputs: tuple[Path, Path]
     tally: Tally
     profile: Profile = EXACT
     distance: TensorDistance | None = None
@@ -196,7 +181,7 @@ class LeafComparer:
             detail = self.tensors(a, b)
             return Finding(self.file, key, _kind(a), _kind(b), detail) if detail is not None else None
         if type(a) is str and type(b) is str:
-            a, b = self.neutral[0](a), self.neutral[1](b)
+            a, b = (text.replace(str(own), "{dir}") for text, own in zip((a, b), self.outputs, strict=True))
         return None if same_leaf(a, b) else Finding(self.file, key, _text(a), _text(b))
 
 
@@ -411,7 +396,7 @@ class StepComparer:
             leaves.compare(dict(first.tensors), dict(second.tensors))
 
     def _leaves(self, file: str, tensors: TensorComparer, tally: Tally) -> LeafComparer:
-        return LeafComparer(file, tensors, self.ignored, (Neutral(self.outputs[0]), Neutral(self.outputs[1])), tally)
+        return LeafComparer(file, tensors, self.ignored, self.outputs, tally)
 
 
 def _no_tensors(a: object, b: object) -> str | None:

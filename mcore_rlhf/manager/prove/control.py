@@ -19,10 +19,11 @@ from mcore_rlhf.storage.beneath import Beneath, copy_file, copy_tree, new_folder
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import storage_error
-from mcore_rlhf.storage.pt import Pt, PtFile, StoredTensor, read_pt
+from mcore_rlhf.storage.pt import Pt, PtFile, read_pt
 from mcore_rlhf.storage.publish import replace_text
 from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.record_file import RecordFile
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .command import metrics_by_rank, metrics_of
 from .compare import children

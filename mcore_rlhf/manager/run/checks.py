@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Untrusted
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
@@ -16,6 +15,7 @@ from mcore_rlhf.storage.nested import calls_of_file
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.reading import OpenFiles
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.storage.urls import open_files
 from mcore_rlhf.verify.audit import Ledger, read_checksums

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Literal
 
-from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Problems, UsageError, log_of
-from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.settings import SCHEMES, StoreSettings, redacted, stores_with
 from mcore_rlhf.storage.store import StorePath

@@ -17,6 +17,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, Un
 from ..checksum import crc32
 from ..paths import ReadablePath
 from ..reading import ByteSource, opened
+from ..record_file import StoredFile
 from ..torch_values import SmallTensor
 from ..torchzip import Directory
 from . import METADATA_FILE
@@ -61,23 +62,6 @@ class FileRecords(Sequence[StoredRecord]):
     def __getitem__(self, index: slice) -> tuple[StoredRecord, ...]: ...
     def __getitem__(self, index: int | slice) -> StoredRecord | tuple[StoredRecord, ...]:
         return self._all()[index]
-
-
-@dataclass(frozen=True, slots=True)
-class DcpFile:
-    """A file of the folder, with the checksums that it carries: those of the zips in it.
-
-    Args:
-        path: Relative to the checkpoint's root.
-        nbytes: Its length.
-        records: ``(key, byte offset, bytes, crc32)`` of every tensor's data, and of every object's pickle.
-        rank: That which wrote it, by its name; none has ``.metadata``.
-    """
-
-    path: str
-    nbytes: int
-    records: Sequence[StoredRecord] = ()
-    rank: int | None = None
 
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -248,15 +232,15 @@ class DcpFolder:
             self._paths[name] = (self.folder / name).relative_to(self.root).as_posix()
         return self._paths[name]
 
-    def files(self) -> tuple[DcpFile, ...]:
+    def files(self) -> tuple[StoredFile, ...]:
         """All files. Their records are read when they are asked for: the two ends of every item, whose small records are checked.
 
         The records raise CheckpointError where items are damaged; all that are in the folder are listed then.
         """
-        metadata = DcpFile(self.path(METADATA_FILE), (self.folder / METADATA_FILE).stat().st_size)
+        metadata = StoredFile(self.path(METADATA_FILE), (self.folder / METADATA_FILE).stat().st_size)
         ranks = {name: int(match[1]) for name in self.sizes if (match := _OF_RANK.fullmatch(name))}
         lazy = (
-            DcpFile(self.path(name), nbytes, FileRecords(partial(self._records, name)), ranks.get(name))
+            StoredFile(self.path(name), nbytes, FileRecords(partial(self._records, name)), rank=ranks.get(name))
             for name, nbytes in self.sizes.items()
         )
         return metadata, *lazy

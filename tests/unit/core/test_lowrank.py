@@ -28,7 +28,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.computed import ComputedBytes, gather
 from mcore_rlhf.core.execute import FileRun
-from mcore_rlhf.core.lowrank import LowRank, LowRankSum
+from mcore_rlhf.core.lowrank import LowRankSum
 from mcore_rlhf.core.plan import plan_file
 from mcore_rlhf.errors import CoverageError
 
@@ -78,9 +78,7 @@ SCALE = 0.75
 
 def made(dtype: DType = FLOAT32, base: torch.Tensor = BASE, transposed: bool = False) -> tuple[LowRankSum, Memory]:
     left, right = (RIGHT.T.contiguous(), LEFT.T.contiguous()) if transposed else (LEFT, RIGHT)
-    total = LowRankSum(
-        entry("w", base, 5), LowRank(entry("b", left), entry("a", right), SCALE, transposed=transposed), dtype
-    )
+    total = LowRankSum(entry("w", base, 5), entry("b", left), entry("a", right), SCALE, dtype, transposed)
     return total, Memory({"w": as_bytes(base), "b": as_bytes(left), "a": as_bytes(right)})
 
 
@@ -166,9 +164,7 @@ def test_memory_is_bounded_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"w": torch.ones(rows, columns), "b": torch.ones(rows, rank), "a": torch.ones(rank, columns)}
     monkeypatch.setattr(lowrank, "WINDOW_BYTES", 16 << 10)
     memory = Memory({name: as_bytes(tensor) for name, tensor in tensors.items()})
-    total = LowRankSum(
-        entry("w", tensors["w"]), LowRank(entry("b", tensors["b"]), entry("a", tensors["a"]), 2.0), FLOAT32
-    )
+    total = LowRankSum(entry("w", tensors["w"]), entry("b", tensors["b"]), entry("a", tensors["a"]), 2.0, FLOAT32)
     source = ComputedBytes(memory, {"computed/x": total})
     for start in range(0, rows * columns * 4, 32 << 10):
         values = np.frombuffer(source.view("computed/x", start, 32 << 10), np.float32)

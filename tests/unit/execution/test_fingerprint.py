@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from mcore_rlhf.convert import ConvertOptions, prepare
 from mcore_rlhf.execution.fingerprint import Fingerprint, identity
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.source import StoredFile
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.store import StorePath
 from tests.contract.test_store import Memory
 from tests.helpers.conversions import GOLDENS as MEGATRON

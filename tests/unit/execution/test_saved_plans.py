@@ -27,11 +27,11 @@ from mcore_rlhf.execution.saved import SavedPlan, tail_of
 from mcore_rlhf.execution.spool import Line, PlannedFile, line_of
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.formats.megatron import writer
 from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_part, convert_step, finish_parts, prepare_step, save_plan
 from mcore_rlhf.storage import pt
+from mcore_rlhf.storage.record_file import StoredFile
 from tests.helpers.conversions import GOLDENS, options
 from tests.helpers.killed import content, run
 

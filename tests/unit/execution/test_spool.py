@@ -18,8 +18,9 @@ from mcore_rlhf.convert import prepare
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun
 from mcore_rlhf.errors import CheckpointError, Corrupt, StorageError
 from mcore_rlhf.execution.spool import Line, Spool, Task, line_of, planned_file, value_of
-from mcore_rlhf.families.source import StoredFile, open_bytes
+from mcore_rlhf.families.source import open_bytes
 from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import Ledger, Watched
 from tests.helpers.conversions import GOLDENS, options
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mcore_rlhf.core.catalog import UINT8, Record
 from mcore_rlhf.errors import Corrupt, Problems
-from mcore_rlhf.families.source import StoredFile
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import Ledger
 
 
