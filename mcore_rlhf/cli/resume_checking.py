@@ -6,7 +6,6 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
@@ -42,33 +41,19 @@ _SHOWN = 20
 _DEMO_PLACES = ("--output-dir", "{dir}", "--steps", "{steps}", "--resume", "{resume}", "--metrics", "{metrics}")
 
 
-@dataclass(frozen=True, slots=True)
-class Demo:
-    """The demo's trainer in place of the user's.
+def demo_template(algorithm: str, tp: int, pp: int, more: Sequence[str]) -> Template:
+    """The command of the demo's trainer in place of the user's.
 
     Args:
         algorithm: ``grpo`` or ``ppo``.
         tp: Tensor-parallel ranks.
         pp: Pipeline stages.
+        more: Further options of the user.
     """
-
-    algorithm: str
-    tp: int
-    pp: int
-
-    def template(self, more: Sequence[str]) -> Template:
-        """Its command, with further options of the user."""
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(self.tp * self.pp),
-        ]
-        layout = ["--algorithm", self.algorithm, "--tp", str(self.tp), "--pp", str(self.pp)]
-        saving = ["--save-interval", "1", "--async-save", "--dropout", "0.1"]
-        return Template([*launcher, "-m", "mcore_rlhf.demo.train", *layout, *saving, *_DEMO_PLACES, *more])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp * pp)]
+    layout = ["--algorithm", algorithm, "--tp", str(tp), "--pp", str(pp)]
+    saving = ["--save-interval", "1", "--async-save", "--dropout", "0.1"]
+    return Template([*launcher, "-m", "mcore_rlhf.demo.train", *layout, *saving, *_DEMO_PLACES, *more])
 
 
 def _check_options(request: ResumeCheckOptions, stubs: tuple[str, ...]) -> CheckOptions:
@@ -100,7 +85,7 @@ def _template(command: Sequence[str], request: ResumeCheckOptions) -> Template:
     if not request.demo:
         return Template(command, request.environment)
     _one_of("--algorithm", request.algorithm, ("grpo", "ppo"))
-    return Demo(request.algorithm, request.tp, request.pp).template(command)
+    return demo_template(request.algorithm, request.tp, request.pp, command)
 
 
 def _one_of(option: str, word: str, known: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from mcore_rlhf.storage.transactions import Lock, Places
 from mcore_rlhf.storage.upload import StorePublication, object_store
 from mcore_rlhf.storage.uploaded import UploadedStream
 
-from .targets import FolderTarget, StoreTarget, Target, manifest_of
+from .targets import FolderTarget, StoreTarget, Target, manifest_of, require_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -216,7 +216,7 @@ class _InFolder(Saving):
         try:
             make_folder(path.parent)
             remove_beneath(self._folder, name)
-            return _LocalStream(open_new(path))
+            return Stream(_LocalFile(open_new(path)))
         except OSError as error:
             raise storage_error(error, path, "create") from error
 
@@ -229,21 +229,12 @@ class _InFolder(Saving):
                     remove_beneath(self._folder, name)
         remove(self._folder / _NOTES)
         for name, entry in entries.items():
-            _check(self._folder / name, entry)
+            require_whole(self._folder / name, entry)
         with LocalPublication(self._target, overwrite, fsync, is_checkpoint) as publication:
             move(self._folder, publication.staging)
             if self._lock is not None:
                 self._lock.release()
             publication.commit(manifest_of(self._target.name, entries, self._run.world))
-
-
-def _check(path: Path, entry: FileEntry) -> None:
-    found = -1
-    with suppress(OSError):
-        found = path.stat().st_size
-    if found != entry.nbytes:
-        what = "is missing" if found < 0 else f"has {found} bytes"
-        raise Incomplete(f"{path}: {what}; its writer reported {entry.nbytes}\nDo all ranks see one file system?")
 
 
 class _InStore(Saving):
@@ -263,7 +254,7 @@ class _InStore(Saving):
 
     def _open(self, name: str, nbytes: int) -> Stream:
         key = f"{self._target.path}/{self._publication(False).prefix}/{name}"
-        return _StoreStream(UploadedStream(self._store, key, nbytes))
+        return Stream(UploadedStream(self._store, key, nbytes))
 
     def publish(self, *, overwrite: bool, fsync: bool) -> None:
         """See :meth:`Saving.publish`; a store has everything when it says so."""
@@ -277,21 +268,25 @@ class _InStore(Saving):
 class Stream(io.RawIOBase):
     """A file that somebody else writes from its front to its end; it is noted once it was closed without an error.
 
+    Args:
+        to: Where it goes.
+
     Attributes:
         whole: Told of it then.
     """
 
     whole: Callable[[FileEntry], None]
 
-    def __init__(self) -> None:
+    def __init__(self, to: _LocalFile | UploadedStream) -> None:
         super().__init__()
-        self._ended = False
+        self._to, self._ended = to, False
 
-    @abstractmethod
-    def _finish(self) -> FileEntry: ...
+    def write(self, data: Buffer) -> int:
+        """Write what follows."""
+        return self._to.write(data)
 
-    @abstractmethod
-    def _abort(self) -> None: ...
+    def flush(self) -> None:
+        """Nothing is seen before the end."""
 
     def writable(self) -> bool:
         """It is."""
@@ -301,14 +296,14 @@ class Stream(io.RawIOBase):
         """It is whole."""
         if not self._ended:
             self._ended = True
-            self.whole(self._finish())
+            self.whole(self._to.finish())
         super().close()
 
     def give_up(self) -> None:
         """Nobody will ever see it."""
         if not self._ended:
             self._ended = True
-            self._abort()
+            self._to.abort()
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None:
@@ -319,42 +314,23 @@ class Stream(io.RawIOBase):
         self.give_up()  # what was left open is not whole
 
 
-class _LocalStream(Stream):
+class _LocalFile:
+    """A file of a folder, with the checksum of what was written."""
+
     def __init__(self, file: BinaryIO) -> None:
-        super().__init__()
         self._file, self._nbytes, self._crc = file, 0, 0
 
     def write(self, data: Buffer) -> int:
-        """Write what follows."""
         view = memoryview(data).cast("B")
         self._file.write(view)
         self._crc = crc32(view, self._crc)
         self._nbytes += len(view)
         return len(view)
 
-    def flush(self) -> None:
-        """Nothing is seen before the end."""
-
-    def _finish(self) -> FileEntry:
+    def finish(self) -> FileEntry:
         self._file.close()
         return FileEntry(self._nbytes, self._crc)
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         with suppress(OSError):
             self._file.close()
-
-
-class _StoreStream(Stream):
-    def __init__(self, sent: UploadedStream) -> None:
-        super().__init__()
-        self._sent = sent
-
-    def write(self, data: Buffer) -> int:
-        """Write what follows."""
-        return self._sent.write(data)
-
-    def _finish(self) -> FileEntry:
-        return self._sent.finish()
-
-    def _abort(self) -> None:
-        self._sent.abort()

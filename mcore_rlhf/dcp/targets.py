@@ -204,14 +204,21 @@ class _FolderFiles(FileSystem, Files):
     def check(self, files: Mapping[str, FileEntry]) -> None:
         """See :meth:`Files.check`."""
         for name, entry in files.items():
-            found = -1
-            with suppress(OSError):
-                found = (self.root / name).stat().st_size
-            if found != entry.nbytes:
-                what = "is missing" if found < 0 else f"has {found} bytes"
-                raise Incomplete(
-                    f"{self.root / name}: {what}; its writer reported {entry.nbytes}\nDo all ranks see one file system?"
-                )
+            require_whole(self.root / name, entry)
+
+
+def require_whole(path: Path, entry: FileEntry) -> None:
+    """See that a file of another rank is there, as long as that said.
+
+    Raises:
+        Incomplete: It is not.
+    """
+    found = -1
+    with suppress(OSError):
+        found = path.stat().st_size
+    if found != entry.nbytes:
+        what = "is missing" if found < 0 else f"has {found} bytes"
+        raise Incomplete(f"{path}: {what}; its writer reported {entry.nbytes}\nDo all ranks see one file system?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import DType
 from mcore_rlhf.core.facts import ANY, Fate, Item, Rule
-from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported
+from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, Problems, Unsupported
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
@@ -142,6 +143,20 @@ class Sidecar(_Own):
         if arrays:
             texts[folder + ARRAYS] = _safetensors(arrays)
         return texts, [what.removeprefix("/") for what in encoder.lost]
+
+    @classmethod
+    def kept(cls, folder: ReadablePath, stubs: Sequence[str], notes: Report) -> Sidecar | None:
+        """The same for who can do without: where it is damaged, what it keeps is lost by name.
+
+        Args:
+            folder, stubs: See :meth:`read`.
+            notes: Told so.
+        """
+        try:
+            return cls.read(folder, stubs)
+        except CheckpointError as error:
+            notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
+            return None
 
     @classmethod
     def read(cls, folder: ReadablePath, stubs: Sequence[str] = (), *, needed: bool = False) -> Sidecar | None:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
-from mcore_rlhf.errors import CheckpointError, Incomplete, Problems
+from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.fsdp.state import is_of_one
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.lora.names import CONFIG as OF_ADAPTER
@@ -144,11 +144,7 @@ def _with_origin(source: Source, stubs: Sequence[str]) -> Source:
     place = next((parent for parent in above if (source.root / parent / STATE).exists()), None)
     if place is None:
         return source
-    try:
-        found = Sidecar.read(source.root / place, stubs)
-    except CheckpointError as error:
-        source.notes.add(Fate.LOST, f"what {STATE} keeps: {error}")
-        return source
+    found = Sidecar.kept(source.root / place, stubs, source.notes)
     if found is None:
         return source
     folder = "" if place == PurePosixPath() else f"{place}/"

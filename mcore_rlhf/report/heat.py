@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import TypedDict
 
 from mcore_rlhf.verify.differ import Comparison, Difference
@@ -38,37 +37,30 @@ class HeatMap(TypedDict):
     rows: list[HeatRow]
 
 
-@dataclass(slots=True)
-class _Line:
-    columns: set[int] = field(default_factory=set)
-    found: dict[int, list[Difference]] = field(default_factory=dict)
-
-
 def heat_map(comparison: Comparison) -> HeatMap:
     """Put a comparison's tensors and differences in rows and columns.
 
     Args:
         comparison: What comparing found.
     """
-    lines: dict[tuple[str, str], _Line] = {}
+    lines: dict[tuple[str, str], dict[int, list[Difference]]] = {}
     different = {item.tensor: item for item in comparison.differences if item.tensor is not None}
     for name in dict.fromkeys((*comparison.names, *different)):
         pattern, numbers = pattern_of(name.param)
-        line = lines.setdefault((pattern, name.state), _Line())
         column = numbers[0] if numbers else 0
-        line.columns.add(column)
+        found = lines.setdefault((pattern, name.state), {}).setdefault(column, [])
         if name in different:
-            line.found.setdefault(column, []).append(different[name])
+            found.append(different[name])
     return {"rows": [_row(pattern, state, line) for (pattern, state), line in lines.items()]}
 
 
-def _row(pattern: str, state: str, line: _Line) -> HeatRow:
+def _row(pattern: str, state: str, line: dict[int, list[Difference]]) -> HeatRow:
     return {
         "pattern": pattern,
         "state": state,
-        "columns": max(line.columns) + 1,
-        "compared": spans(line.columns),
-        "cells": [_cell(column, found) for column, found in sorted(line.found.items())],
+        "columns": max(line) + 1,
+        "compared": spans(line),
+        "cells": [_cell(column, found) for column, found in sorted(line.items()) if found],
     }
 
 

@@ -246,12 +246,6 @@ def _check_strided(name: str, shape: Shape, lengths: Sequence[int], placements: 
 _SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _FlatPlace:
-    split: FlatSplit
-    handle: Any
-
-
 @dataclass(slots=True)
 class FlatParams:
     """All original parameters of an FSDP1 model, each a range of a flat one; empty for another.
@@ -260,7 +254,7 @@ class FlatParams:
     ``distributed/fsdp/_common_utils.py`` (``_FSDPState``). Only attributes are read; nothing is gathered.
     """
 
-    _places: dict[int, _FlatPlace] = field(default_factory=dict)
+    _places: dict[int, tuple[FlatSplit, Any]] = field(default_factory=dict)
     _kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -282,8 +276,8 @@ class FlatParams:
 
     def place(self, tensor: torch.Tensor) -> tuple[Split, torch.Tensor]:
         """How an original parameter is dealt out, and this rank's range, which shares its memory."""
-        place, rank = self._places[id(tensor)], dist.get_rank()
-        split, flat = place.split, place.handle.flat_param
+        (split, handle), rank = self._places[id(tensor)], dist.get_rank()
+        flat = handle.flat_param
         shard = getattr(
             flat, "_local_shard", flat
         ).detach()  # before the first forward, the flat parameter is the shard
@@ -295,7 +289,7 @@ class FlatParams:
 
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that hold parts, in order."""
-        return tuple(sorted({rank for place in self._places.values() for rank in place.split.mesh.at}))
+        return tuple(sorted({rank for split, _ in self._places.values() for rank in split.mesh.at}))
 
     def _add(self, part: FullyShardedDataParallel, handle: Any) -> None:
         flat = handle.flat_param
@@ -313,7 +307,7 @@ class FlatParams:
         mesh = Mesh.of((len(ranks),), ranks)
         for param, shape, start in zip(flat._params, flat._shapes, _starts(flat), strict=True):
             split = FlatSplit(tuple(shape), start, int(flat._sharded_size.numel()), mesh)
-            self._places[id(param)] = _FlatPlace(split, handle)
+            self._places[id(param)] = split, handle
             self._kept.append(param)
 
 

@@ -198,12 +198,12 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
     if own is not None and own.keys() >= run.keys():
         return _in_groups(in_ticks(own, at, times if EPOCH in run else 0, notes), run, count, notes)
     if isinstance(counted := run.get(BATCHES), int) and EPOCH not in run:  # one of DeepSpeed's own
-        notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at step {at}", Item(Kind.SCHEDULER))
-        return {**run, BATCHES: max(-1, counted + at - like.state.iteration)}
-    last = rates if len(rates) == count or PARTS in run else rates[:1] * count
-    text = f"lr_scheduler: the run's, at last_epoch {at * times}, with the learning rates of the param groups"
-    notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
-    return schedule_at(run, at * times, last)
+        where, made = f"step {at}", {**run, BATCHES: max(-1, counted + at - like.state.iteration)}
+    else:
+        where = f"last_epoch {at * times}, with the learning rates of the param groups"
+        made = schedule_at(run, at * times, rates if len(rates) == count or PARTS in run else rates[:1] * count)
+    notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at {where}", Item(Kind.SCHEDULER))
+    return made
 
 
 def _in_groups(own: dict[str, object], run: Mapping[str, object], count: int, notes: Report) -> dict[str, object]:
@@ -256,11 +256,12 @@ def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
     for key, value in like.state.other.items():
         if key == VERSION:
             own[key] = value
-        elif key == _TRAIN_STATE and isinstance(value, Mapping) and key not in own:
-            own[key] = {**value, "step": source.state.iteration}
-            rest = ", ".join(sorted(name for name in value if name != "step"))
-            notes.add(Fate.DERIVED, f"{key}: step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}")
         elif key not in own and key != RNG:
+            how = f"as in {like.root}, at its step: the source does not say it"
+            if key == _TRAIN_STATE and isinstance(value, Mapping):
+                rest = ", ".join(sorted(name for name in value if name != "step"))
+                value = {**value, "step": source.state.iteration}
+                how = f"step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}"
             own[key] = value
-            notes.add(Fate.DERIVED, f"{key}: as in {like.root}, at its step: the source does not say it")
+            notes.add(Fate.DERIVED, f"{key}: {how}")
     return own

@@ -93,21 +93,17 @@ def iteration_of(
         notes: Told where it comes from.
         where: Who names the step.
     """
-    if named is not None:
-        notes.add(Fate.NOTE, f"iteration {named}: from {where}")
-        return named
-    for path in _COUNTERS:
-        found = _number(_at(rest, path))
+    unsaid = "since the folder does not say it"
+    told = (
+        (Fate.NOTE, f"from {where}", named),
+        *((Fate.NOTE, f"from {'.'.join(path)}", _number(_at(rest, path))) for path in _COUNTERS),
+        (Fate.DERIVED, f"the scheduler's last_epoch, {unsaid}", _number((scheduler or {}).get(EPOCH))),
+        (Fate.DERIVED, f"the optimizer's step, {unsaid}",
+         _number(next((group.fields[STEP] for group in groups if STEP in group.fields), None))),
+    )  # fmt: skip
+    for fate, how, found in told:
         if found is not None:
-            notes.add(Fate.NOTE, f"iteration {found}: from {'.'.join(path)}")
-            return found
-    for what, value in (
-        ("the scheduler's last_epoch", (scheduler or {}).get(EPOCH)),
-        ("the optimizer's step", next((group.fields[STEP] for group in groups if STEP in group.fields), None)),
-    ):
-        found = _number(value)
-        if found is not None:
-            notes.add(Fate.DERIVED, f"iteration {found}: {what}, since the folder does not say it")
+            notes.add(fate, f"iteration {found}: {how}")
             return found
     return 0
 

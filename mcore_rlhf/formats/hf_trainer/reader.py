@@ -11,7 +11,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.state import EPOCH, MOST_STEPS
@@ -20,7 +20,6 @@ from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
-from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.families.trainer_counters import COUNTERS, STEP, read_counters
@@ -223,11 +222,7 @@ class _RunReader:
 
     def _sidecar(self) -> Sidecar | None:
         """What we kept beside."""
-        try:
-            return Sidecar.read(self.path, self.options.stubs)
-        except CheckpointError as error:
-            self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
-            return None
+        return Sidecar.kept(self.path, self.options.stubs, self.notes)
 
     def _training(
         self, iteration: int, counters: Mapping[str, object], scheduler: object, groups: tuple[ParamGroup, ...], sidecar: Sidecar | None

@@ -23,7 +23,6 @@ from mcore_rlhf.families.fsdp.state import MOST_STEPS, iteration_of
 from mcore_rlhf.families.inventory import Unplaced, of_torch, state_dict_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
-from mcore_rlhf.families.sidecar import STATE as SIDECAR
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
@@ -123,11 +122,7 @@ class _SavedReader:
 
     def _beside(self, iteration: int) -> Sidecar:
         """What we kept beside, unless a run went on since; an empty one where nothing is."""
-        try:
-            found = Sidecar.read(self.path, self.options.stubs)
-        except CheckpointError as error:
-            self.notes.add(Fate.LOST, f"what {SIDECAR} keeps: {error}")
-            found = None
+        found = Sidecar.kept(self.path, self.options.stubs, self.notes)
         return found if found is not None and found.state.iteration == iteration else Sidecar()
 
     def _kind(self) -> str:
