@@ -1,17 +1,21 @@
 """Formats of whole tensors: one relation says where they lie, for reading and for writing, and files, account and sidecar follow from it.
 
-What such a format is written with can be had from here.
+Under whose names they are, Megatron's or a module's own, the format says (:attr:`~mcore_rlhf.families.source.Names.family`); what follows
+from the names nobody has to say, and nobody can say it wrong. What such a format is written with can be had from here.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import index
 
+from mcore_rlhf.core.account import Report, named
 from mcore_rlhf.core.catalog import (
+    FLOATING,
     PARAM,
     Box,
     Chunk,
@@ -24,13 +28,21 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import NotACheckpoint
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
+from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted, shown
+from mcore_rlhf.families.fsdp.model import model_config, num_layers
+from mcore_rlhf.families.inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, state_items
+from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
+from mcore_rlhf.families.megatron.complete import refuse_part, require_complete
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.sidecar import STATE, Sidecar, plain
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
-from mcore_rlhf.families.whole import weights_alone, whole_sidecar, whole_source, whole_tensors
+from mcore_rlhf.families.sidecar import STATE, UNHELD, Sidecar, plain, sidecar_files
+from mcore_rlhf.families.source import Family, ParamGroup, Source, TrainingState
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
+from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.reading import opened, parse_json, read_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
@@ -45,7 +57,7 @@ __all__ = [
 
 
 class WholeFormat(Format):
-    """A format that says where each tensor lies, in any number of parts and files; :mod:`~mcore_rlhf.families.whole` sees to the rest.
+    """A format that says where each tensor lies, in any number of parts and files.
 
     Args:
         markers: Files of its own that every folder has: its index, say.
@@ -164,3 +176,230 @@ class WholeFormat(Format):
 def records_of(entries: Iterable[TensorEntry]) -> list[Record]:
     """The records in which parts of tensors lie, each once, in order."""
     return list(dict.fromkeys(chunk.record for entry in entries for chunk in entry.chunks))
+
+
+def whole_source(
+    form: Format, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions,
+    own: Sidecar | None = None,
+) -> Source:  # fmt: skip
+    """A source of whole tensors.
+
+    How others cut a parameter, which layers, words and experts there are follows from the names, and from the run's arguments or the
+    model's description, which lie in what :func:`whole_sidecar` wrote beside; or the format's own files say it.
+
+    Args:
+        form: The format: what it is called, and whose names it has.
+        root: The folder.
+        catalog: Every tensor, whole, under those names, with its state.
+        files: All files of the format's own, its index too.
+        options: The user's: whose model it is, how many words there are.
+        own: What is no tensor, as the format's own files say it; None where :func:`whole_sidecar` keeps it.
+
+    Raises:
+        Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a layer
+            has not what others have; there is no tensor, or none of the role.
+        Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type.
+        Untrusted: A tensor lies in a file that is not listed, or before its beginning.
+        LayoutMismatch: The arguments are those of another model.
+        Unsupported: A name is none of Megatron's.
+    """
+    beside, role = own or Sidecar.read(root, options.stubs, needed=True) or Sidecar(), options.role or "actor"
+    entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
+    if others := {entry.name.role for entry in entries} - {role}:
+        raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")
+    if not entries:
+        raise Incomplete(f"{root}: has no tensor of {role}")
+    names = set[TensorName]()
+    for entry in entries:
+        if entry.name in names:
+            raise Corrupt(f"{root}: {shown(str(entry.name))} is there twice: its index is damaged")
+        names.add(entry.name)
+        for chunk in entry.chunks:
+            _require_stored(root, chunk.record, lengths)
+            _require_inside(root, entry, chunk)
+    states = tuple(dict.fromkeys(entry.name.state for entry in entries if entry.name.state != PARAM))
+    if states and not beside.state.groups:
+        raise Incomplete(
+            f"{root}: has {', '.join(states)} of an optimizer, and no param groups, without which no run can load them"
+        )
+    trained = {entry.name.param for entry in entries if entry.name.state != PARAM}
+    weights = [entry for entry in entries if entry.name.state == PARAM]
+    of = _of_megatron if form.family == MegatronState.names else _of_module
+    model, family = of(root, weights, trained, beside, options)
+    return Source(
+        format=form.name,
+        root=root,
+        role=role,
+        model=model,
+        catalog=catalog,
+        state=beside.state,
+        files=(*files, *sidecar_files(root)),
+        states=states,
+        optimizer=(beside.optimizer or _OPTIMIZER[form.family]) if states else None,
+        origin=beside.origin,
+        family=family,
+    )
+
+
+_OPTIMIZER = {MegatronState.names: DISTRIBUTED, ModuleState.names: "torch"}
+"""What kind it is taken for where nobody said."""
+
+
+def _require_stored(root: ReadablePath, record: Record, lengths: Mapping[str, int]) -> None:
+    start, stop = index(record.byte_offset), record.byte_offset + record.nbytes
+    if start < 0 or stop < start or record.file not in lengths:
+        raise Untrusted(
+            f"{root}: {record.key} is said to be bytes {start} to {stop} of {shown(record.file)}: no file has those"
+        )
+    if stop > lengths[record.file]:
+        raise Incomplete(
+            f"{root / record.file}: ends at byte {lengths[record.file]}, and {record.key} is bytes {start} to {stop}\n"
+            "Copy it again from where it came from."
+        )
+
+
+def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> None:
+    """A chunk is a part of its tensor, and of its record, and its elements have the tensor's type."""
+    box, record, shape = chunk.box, chunk.record, entry.global_shape
+    what = f"{root}: {shown(str(entry.name))}: "
+    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
+        raise Corrupt(f"{what}{box} lies outside the tensor, whose shape is {shape}: its index is damaged")
+    if box.numel:
+        steps = [(n - 1) * stride for n, stride in zip(box.shape, chunk.strides, strict=True)]
+        first, last = (chunk.start + sum(limit(0, step) for step in steps) for limit in (min, max))
+        if first < 0 or last >= record.numel:
+            text = f"elements {first} to {last} of {shown(record.key)} are said to be {box}, and it has {record.numel}"
+            raise Corrupt(f"{what}{text}: its index is damaged")
+    if entry.dtype != record.dtype:
+        raise Corrupt(
+            f"{what}is said to be of {entry.dtype}, and {shown(record.key)} is of {record.dtype}: its index is damaged"
+        )
+
+
+def _of_megatron(
+    root: ReadablePath, weights: Sequence[TensorEntry], trained: Collection[str], beside: Sidecar, options: ReadOptions
+) -> tuple[ModelSpec, Family]:  # fmt: skip
+    if not beside.state.args:
+        raise Incomplete(f"{root}: no arguments of the run are stored, and by them Megatron's tensors are known")
+    args = Arguments(beside.state.args)
+    traits, specs = Traits(args.gated, args.transformer_engine, args.values), list[ParamSpec]()
+    for entry in weights:
+        name, partition = entry.name.param, partition_of(entry.name.param, traits)
+        if partition is None and len(entry.global_shape) > 1:
+            raise Unsupported(f"{root}: {name} is none of Megatron's names: how others cut it is not known")
+        still = bool(trained) and name not in trained
+        specs.append(ParamSpec(name, entry.global_shape, entry.dtype, partition or REPLICATED, not still))
+    names = [spec.name for spec in specs]
+    require_complete(str(root), names, args)
+    layers = 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=-1)
+    rows = next((spec.global_shape[0] for spec in specs if spec.name == EMBEDDING), None)
+    words = options.vocab_size or args.vocab_size
+    model = ModelSpec(tuple(specs), layers, args.tied, args.mtp_layers, args.num_experts, words, rows)
+    of_model = Arguments(
+        {key: value for key, value in args.values.items() if key != "padded_vocab_size"}
+    )  # the rows say it
+    check_against_arguments(of_model, STATE, model, None, ParallelConfig())
+    return model, MegatronState(None, args, [], names, [])
+
+
+def _of_module(
+    root: ReadablePath, weights: Sequence[TensorEntry], trained: Collection[str], beside: Sidecar, options: ReadOptions
+) -> tuple[ModelSpec, Family]:  # fmt: skip
+    still, module = {*beside.frozen, *beside.module.buffers}, beside.module
+    specs = tuple(
+        ParamSpec(
+            (name := entry.name.param), entry.global_shape, entry.dtype, REPLICATED,
+            name in trained if trained else entry.dtype in FLOATING and name not in still,
+        )
+        for entry in weights
+    )  # fmt: skip
+    buffers = {*module.buffers, *(spec.name for spec in specs if spec.dtype not in FLOATING)}
+    names = [spec.name for spec in specs]
+    model = ModelSpec(specs, num_layers(names), bool(module.shared), vocab_size=options.vocab_size)
+    own = tuple(name for name in names if name in buffers)
+    return model, replace(
+        module, order=module.order or tuple(names), buffers=own, config=module.config or model_config(root)
+    )
+
+
+def whole_tensors(source: Source, options: WriteOptions) -> tuple[Chunks, list[tuple[TensorName, Shape, DType]]]:
+    """The catalogue for files of whole tensors, and name, shape and type of everything that they are to hold.
+
+    A weight is among them also where the source stores its fp32 master alone.
+
+    Args:
+        source: What is written.
+        options: Whether with the optimizer, and what type weights get.
+
+    Raises:
+        Unsupported: It is a part of a model of Megatron's.
+    """
+    if (family := MegatronState.of(source)) is not None:
+        refuse_part(source, family.args, "a file of whole tensors")
+    dtype, wanted = dtype_of(options.dtype) if options.dtype else None, list[tuple[TensorName, Shape, DType]]()
+    for spec in source.model.params:
+        cast = dtype if dtype is not None and spec.dtype in FLOATING else spec.dtype
+        wanted.append((TensorName(source.role, spec.name, PARAM), spec.global_shape, cast))
+        for state in () if options.no_optimizer else source.states:
+            if (entry := source.catalog.get(TensorName(source.role, spec.name, state))) is not None:
+                wanted.append((entry.name, entry.global_shape, entry.dtype))
+    return source.catalog.cast(dtype), wanted
+
+
+def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes], Inventory]:
+    """The files beside the tensors, by path, and the items that they hold: all but what is of single ranks, which is reported.
+
+    The arguments, or the model's description, are in them, by which :func:`whole_source` knows the tensors.
+
+    Args:
+        source: What is written.
+        report: What is lost.
+    """
+    kind, origin, has = source.optimizer or "", source.origin, inventory_of(source)
+    if (module := ModuleState.of(source)) is not None:
+        beside, held = Sidecar.of(source.state, module.base(), source.model.params, origin, optimizer=kind), has
+    else:
+        family = MegatronState.of(source)
+        state = source.state if family is None else replace(source.state, args=dict(family.args.values))
+        beside, held = Sidecar(state=state, origin=origin, optimizer=kind), dict(state_items(state))
+        held |= {WAITING: origin} if origin else {}
+    texts, lost = beside.texts()
+    report.through(_OF_RANKS, has.keys() - held.keys())
+    report.through(UNHELD, lost)
+    return texts, held
+
+
+_OF_RANKS: Sequence[Rule[Collection[Item]]] = [
+    Rule(Fate.LOST, "what is of single ranks ({what}): files of whole tensors have no place for it",
+         lambda lost: {"of": lost, "what": named(sorted(lost))} if lost else None)
+]  # fmt: skip
+
+
+def weights_alone(source: Source, options: WriteOptions, report: Report) -> Inventory:
+    """What files have that keep weights, and of a run nothing else: no item; what is lost by it is reported.
+
+    Args:
+        source: What is written.
+        options: Whether the optimizer is left out anyway.
+        report: What is lost.
+    """
+    report.through(_NO_PLACE, source)
+    report.through(UNUSED if source.optimizer is None and not options.no_optimizer else (), source)
+    return {}
+
+
+_NO_PLACE: Sequence[Rule[Source]] = [
+    Rule(Fate.LOST, "the optimizer: files of weights alone have no place for it", lambda s: s.optimizer is not None, OF_OPTIMIZER),
+    Rule(Fate.LOST, "what the run had besides ({what}): files of weights alone have no place for it",
+         lambda s: [{"what": named(of), "of": of}] if (of := _of_run(s)) else ()),
+    Rule(Reason.NO_RUN, of=(Item(Kind.VALUE),)),
+]  # fmt: skip
+
+
+def _of_run(source: Source) -> list[Item]:
+    """All but an optimizer's; a model that was never trained has nothing but a count of 0."""
+    has = [item for item in inventory_of(source) if item.kind not in _OPTIMIZERS]
+    return [] if has == [Item(Kind.VALUE, "iteration")] and not source.state.iteration else has
+
+
+_OPTIMIZERS = frozenset(item.kind for item in OF_OPTIMIZER)
