@@ -12,7 +12,6 @@ from .core.account import Account, Report
 from .core.facts import Fate
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
-from .core.tally import Tally
 from .errors import Lossy, Problems, Untrusted, UsageError
 from .execution.fingerprint import Binding, identity, of_options, told_texts
 from .execution.parts import Coverage, with_readings
@@ -23,7 +22,7 @@ from .execution.work import Known, PlannedTarget, Sums, Work, in_blocks
 from .families.options import ConvertOptions as ConvertOptions
 from .families.passes import CONVERTED, Passage, through
 from .families.source import Source, bytes_of
-from .formats.accounting import account_of
+from .formats.accounting import Tally, account_of
 from .formats.base import FileLayout, Target, TargetFile
 from .formats.carried import bring_along
 from .formats.registry import format_at, format_named, open_checkpoint, wanted_format

@@ -8,8 +8,7 @@ from mcore_rlhf.core.catalog import EXP_AVG, FLOAT32, MASTER, PARAM, TensorEntry
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Item, Kind, Said
 from mcore_rlhf.core.plan import plan_file
-from mcore_rlhf.core.tally import Tally
-from mcore_rlhf.formats.accounting import tensors_of
+from mcore_rlhf.formats.accounting import Tally, tensors_of
 
 TRAINED, FROZEN = "layers.0.weight", "embed.weight"
 
