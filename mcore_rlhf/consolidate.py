@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -59,23 +59,6 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(slots=True)
-class Fp32StateDict:
-    """What a state dict is made of.
-
-    Args:
-        source: The checkpoint.
-        tensors: What is wanted, each tensor with all its names.
-        catalog: Where they come from.
-        order: All names in the module's order.
-    """
-
-    source: Source
-    tensors: list[WrittenTensor]
-    catalog: Chunks
-    order: list[str]
-
-
 def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
     """Open one checkpoint of a root, or whatever a path means.
 
@@ -90,8 +73,11 @@ def open_tag(path: Path, tag: str | None, stubs: tuple[str, ...]) -> Source:
     return open_checkpoint(path / tag, ReadOptions(stubs=stubs))
 
 
-def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
+def fp32_state_dict(source: Source, exclude_frozen: bool) -> tuple[list[WrittenTensor], Chunks, list[str]]:
     """What the state dict of a checkpoint is made of.
+
+    Returns:
+        What is wanted, each tensor with all its names; where they come from; all names in the module's order.
 
     Raises:
         Incomplete: A parameter is stored nowhere.
@@ -117,11 +103,12 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> Fp32StateDict:
     problems.raise_if_any()
     names = {name for part in tensors for name in part.names}
     order = dict.fromkeys([*family.order, *(name for part in tensors for name in part.names)])
-    return Fp32StateDict(source, tensors, Chunks.of(found.values()), [name for name in order if name in names])
+    return tensors, Chunks.of(found.values()), [name for name in order if name in names]
 
 
 def copy_into(
-    wanted: Fp32StateDict,
+    source: Source,
+    catalog: Chunks,
     files: tuple[TargetFile, ...],
     to: Destination,
     options: ConvertOptions,
@@ -129,11 +116,10 @@ def copy_into(
     progress: Progress | None = None,
 ) -> dict[str, FileEntry]:
     """Copy what is wanted, and check what was read: the optimizer's states are neither read nor checked."""
-    source = wanted.source
     target = Target(
         format="fp32",
         parallel=source.parallel,
-        source=wanted.catalog,
+        source=catalog,
         files=files,
         texts=dict(texts or {}),
         report=source.notes,
@@ -146,7 +132,7 @@ def copy_into(
         replace(file, records=tuple(r for r in file.records if (file.path, r[0]) in used), whole=None)
         for file in source.files
     )
-    job.source = replace(source, catalog=wanted.catalog, files=stored)
+    job.source = replace(source, catalog=catalog, files=stored)
     how = replace(options, write=WriteOptions(no_optimizer=True))  # masters are not compared with what nobody reads
     return write_target(job, to, how, progress)
 
@@ -168,14 +154,14 @@ def load_fp32_state_dict(
         CheckpointError: It is incomplete or damaged: every byte that is used is checked.
     """
     source = open_tag(Path(path), tag, ())
-    wanted = fp32_state_dict(source, exclude_frozen_parameters)
+    tensors, catalog, order = fp32_state_dict(source, exclude_frozen_parameters)
     memory = Memory()
-    files = tuple(TargetFile(str(at), partial(memory_layout, part, str(at))) for at, part in enumerate(wanted.tensors))
-    copy_into(wanted, files, memory, ConvertOptions(fsync=False))
+    files = tuple(TargetFile(str(at), partial(memory_layout, part, str(at))) for at, part in enumerate(tensors))
+    copy_into(source, catalog, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
-    for file, part in zip(files, wanted.tensors, strict=True):
+    for file, part in zip(files, tensors, strict=True):
         found.update(dict.fromkeys(part.names, torch_tensor(memory.files[file.path], part.dtype, part.shape)))
-    return OrderedDict((name, found[name]) for name in wanted.order)
+    return OrderedDict((name, found[name]) for name in order)
 
 
 def torch_tensor(data: Bytes, dtype: DType, shape: Shape) -> torch.Tensor:
@@ -226,14 +212,14 @@ def consolidate(
         refuse_overlap(source.root / folder, target)  # beside it, in the run's own folder, is where people want it
     publication = LocalPublication(target, overwrite=options.overwrite, fsync=options.fsync, replaceable=is_checkpoint)
     with publication:
-        wanted = fp32_state_dict(source, not frozen)
+        tensors, catalog, _ = fp32_state_dict(source, not frozen)
         ending = SAFETENSORS if safetensors else BIN
         largest = DEFAULT_SHARD if options.write.max_shard_size is None else options.write.max_shard_size
-        shards = shards_of(wanted.tensors, MODEL_STEM[ending], largest, ending, copies=safetensors)
+        shards = shards_of(tensors, MODEL_STEM[ending], largest, ending, copies=safetensors)
         publication.check_space(sum(shard.nbytes for shard in shards))
         files = tuple(_target(shard, safetensors) for shard in shards)
         texts = index_of(shards, MODEL_STEM[ending], ending)
-        written = copy_into(wanted, files, publication, options, texts, progress)
+        written = copy_into(source, catalog, files, publication, options, texts, progress)
         part = {"role": source.role, "format": "fp32", "parallel": str(source.parallel)}
         publication.commit(Manifest(written, step=source.state.iteration, parts=(part,), provenance=provenance()))
     return [*(file.path for file in files), *texts]

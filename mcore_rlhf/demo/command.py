@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from mcore_rlhf.convert import convert
 from mcore_rlhf.demo.placed_state import assembled
 from mcore_rlhf.demo.rl import continuing
-from mcore_rlhf.demo.rl.continuing import Stretch
 from mcore_rlhf.demo.rl.metrics import read_metrics
 from mcore_rlhf.demo.rl.options import Options
 from mcore_rlhf.demo.workers import WorkerError, WorkerPool
@@ -474,8 +473,8 @@ class Demo:
         return ProofRow(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines, apart, limit)
 
     def _go(self, options: Options, actor: Path | None = None) -> Seen:
-        stretch = Stretch(options, SAVED_AT, None if actor is None else str(actor))
-        reports = self.pool.run(continuing.go, stretch, world_size=WORLD, timeout=_JOB_TIMEOUT)
+        root = None if actor is None else str(actor)
+        reports = self.pool.run(continuing.go, options, SAVED_AT, root, world_size=WORLD, timeout=_JOB_TIMEOUT)
         log_probs = [report.log_probs["fp64"] for report in reports]
         state = assembled(piece for report in reports for piece in report.pieces)
         return Seen(reports[0].lines, state, log_probs, reports[0].log_probs["fp32"])

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What to do.
-
-    Args:
-        options: The run: where it resumes, and to which step it goes.
-        look_at: The step at which the actor is looked at.
-        actor: Root of a Megatron checkpoint from which Megatron's own code loads the actor over what was resumed; None
-            to leave that as it is.
-    """
-
-    options: Options
-    look_at: int
-    actor: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StretchReport:
     """What one rank saw.
 
@@ -50,8 +34,15 @@ class StretchReport:
     log_probs: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def go(stretch: Stretch) -> StretchReport:
-    """Do it, on this rank."""
+def go(options: Options, look_at: int, actor: str | None = None) -> StretchReport:
+    """Do it, on this rank.
+
+    Args:
+        options: The run: where it resumes, and to which step it goes.
+        look_at: The step at which the actor is looked at.
+        actor: Root of a Megatron checkpoint from which Megatron's own code loads the actor over what was resumed; None
+            to leave that as it is.
+    """
     from mcore_rlhf.demo.rl.evaluating import fixed_log_probs
     from mcore_rlhf.demo.rl.run import Run
 
@@ -59,14 +50,14 @@ def go(stretch: Stretch) -> StretchReport:
 
     def look(run: Run) -> None:
         first = not report.lines and not report.pieces
-        if first and stretch.actor is not None:
-            _replace_actor(run, stretch.actor)
-        if run.state.iteration == stretch.look_at:
+        if first and actor is not None:
+            _replace_actor(run, actor)
+        if run.state.iteration == look_at:
             report.pieces.extend(placed_state.pieces(run.models.actor))
             report.log_probs["fp64"] = fixed_log_probs(run.models.actor, "fp64")
             report.log_probs["fp32"] = fixed_log_probs(run.models.actor, "fp32")
 
-    report.lines.extend(Run(stretch.options).train(look))
+    report.lines.extend(Run(options).train(look))
     return report
 
 
