@@ -6,12 +6,14 @@ from the names nobody has to say, and nobody can say it wrong. What such a forma
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import index
+from typing import Any
 
 from mcore_rlhf.core.account import Report, named
 from mcore_rlhf.core.catalog import (
@@ -44,7 +46,7 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.reading import opened, parse_json, read_json
+from mcore_rlhf.storage.reading import ByteSource, opened, parse_json, read_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
@@ -52,7 +54,7 @@ from .base import FileLayout, Format, Target, TargetFile
 __all__ = [
     "PARAM", "Box", "Chunk", "Container", "DType", "ModuleState", "ParamGroup", "ReadablePath", "Record", "Shape", "Sidecar",
     "Source", "StoredFile", "Takes", "TensorEntry", "TensorName", "TrainingState", "WholeFormat", "WriteOptions", "dtype_of",
-    "opened", "parse_json", "plain", "read_json", "records_of", "row_major",
+    "head_of", "opened", "parse_json", "plain", "read_head", "read_json", "records_of", "row_major",
 ]  # fmt: skip
 
 
@@ -176,6 +178,34 @@ class WholeFormat(Format):
 def records_of(entries: Iterable[TensorEntry]) -> list[Record]:
     """The records in which parts of tensors lie, each once, in order."""
     return list(dict.fromkeys(chunk.record for entry in entries for chunk in entry.chunks))
+
+
+def head_of(value: object) -> bytes:
+    """The head of a file as most formats of raw tensors have one: the length of a JSON in 8 bytes, little end first, and the JSON."""
+    text = json.dumps(value).encode()
+    return len(text).to_bytes(_LENGTH, "little") + text
+
+
+def read_head(file: ByteSource, start: int = 0) -> tuple[Any, int]:
+    """The value in such a head, and where what follows begins.
+
+    Args:
+        file: The file.
+        start: Where in it the head begins.
+
+    Raises:
+        Incomplete: The file ends before.
+        ValueError: It is no JSON.
+    """
+    length, begin = int.from_bytes(file.read(start, _LENGTH), "little"), start + _LENGTH
+    if length > file.nbytes - begin:
+        raise Incomplete(
+            f"{file.path}: says that its head has {length} bytes, and the file has {file.nbytes}: it is cut off, or another kind of file"
+        )
+    return parse_json(file.read(begin, length)), begin + length
+
+
+_LENGTH = 8
 
 
 def whole_source(

@@ -32,15 +32,19 @@ from mcore_rlhf.formats.whole import (
     WholeFormat,
     WriteOptions,
     dtype_of,
+    head_of,
     plain,
+    read_head,
     read_json,
     row_major,
 )  # fmt: skip
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.reading import opened as open_file
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 GOLDEN = Path(__file__).resolve().parents[2] / "goldens" / "transformers" / "checkpoint-2"
-RUN, HEAD, RANKS = "run.json", b"DEALT001", 3
+RUN, RANKS = "run.json", 3
+HEAD = head_of({"dealt": 1})
 
 
 class DealtFormat(WholeFormat):
@@ -109,7 +113,9 @@ def dealt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_files_are_those_with_parts_of_tensors(dealt: Path) -> None:
     assert {path.name for path in dealt.iterdir()} == {"run.json", "rank0.bin", "rank1.bin", "rank2.bin"}
-    assert {path.read_bytes()[:8] for path in dealt.glob("*.bin")} == {HEAD}
+    for path in dealt.glob("*.bin"):
+        with open_file(path) as file:
+            assert read_head(file) == ({"dealt": 1}, len(HEAD))
     opened, golden = (registry.open_checkpoint(path, ReadOptions()) for path in (dealt, GOLDEN))
     assert [file.path for file in opened.files] == ["rank0.bin", "rank1.bin", "rank2.bin", "run.json"]
     assert (opened.state.iteration, opened.family.shared) == (2, golden.family.shared)
@@ -145,3 +151,10 @@ def test_a_file_that_is_missing_or_ends_too_early_is_named(dealt: Path) -> None:
     _told(dealt, file="rank9.bin")
     with pytest.raises(Incomplete, match=r"rank9\.bin: is missing, and belongs to a checkpoint of format dealt"):
         registry.open_checkpoint(dealt, ReadOptions())
+
+
+@pytest.mark.parametrize("data", [b"", b"\x01\x02", HEAD[:-1], b"\xff" * 8 + b"{}"])
+def test_a_head_that_no_file_has_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(data)
+    with open_file(tmp_path / "x.bin") as file, pytest.raises(Incomplete, match=r"x\.bin: "):
+        read_head(file)
