@@ -41,6 +41,8 @@ _ANSWER_S = 30.0
 
 _LEAST_ANSWER_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+_JITTER = random.SystemRandom()
+"""Not the process' own random states: those are training's, and are saved and compared bit for bit."""
 
 _ADVICE = {
     "NoSuchBucket|ContainerNotFound": "Check the bucket's name, and the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…).",
@@ -137,7 +139,7 @@ class Requests:
                 if left <= 0:
                     self._give_up(error)
                     raise
-                wait = min(left, pause * random.uniform(0.5, 1.0))  # jitter; the last try is at the deadline
+                wait = min(left, pause * _JITTER.uniform(0.5, 1.0))  # the last try is at the deadline
                 _log.info("%s: asks again in %.1f s: %s", self.url, wait, headline(said(error)))
             time.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -74,6 +74,13 @@ CORE_NEVER = {
 }  # fmt: skip
 
 
+_DRAWS = re.compile(
+    r"random\.(?!getstate|setstate|Random$|SystemRandom$)\w+|(np|numpy)\.random\.(?!get_state|set_state|RandomState$|default_rng$)\w+"
+    r"|torch\.(rand|randn|randint|randperm|normal|bernoulli|multinomial|manual_seed|seed)"
+)
+"""Calls that change a random state of the process. A draw of ours would change what training draws next."""
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, and where.
@@ -208,6 +215,8 @@ def _bad_calls(room: str, calls: list[tuple[str, int]]) -> Iterator[str]:
             yield f":{line}: only cli prints"
         if room == "core" and (name == "open" or name.endswith(".open")):
             yield f":{line}: core is pure and may not open files"
+        if room != "demo" and _DRAWS.fullmatch(name):
+            yield f":{line}: the process' random states are training's; draw from a generator of your own, not {name}"
 
 
 def _bad_file(path: PurePosixPath, tree: ast.Module, source: str) -> Iterator[str]:
@@ -261,6 +270,8 @@ BROKEN = [
     ("formats/megatron.py", "def f():\n    import megatron.core", "may import megatron"),
     ("demo/report.py", "import rich.table", "only cli may import rich"),
     ("demo/report.py", "print('hello')", "only cli prints"),
+    ("storage/requests.py", "pause = random.uniform(0.5, 1)", "random states are training's"),
+    ("manager/watch.py", "np.random.shuffle(steps)", "random states are training's"),
     ("layouts/utils.py", "", "name it after what it is for"),
     ("layouts/flat.py", "\n" * (MAX_LINES - 1) + "pass", f"{MAX_LINES} is the limit"),
     ("attic/old.py", "", "new room"),
