@@ -74,7 +74,11 @@ def show_journal(given: Path, max_staleness: int | None, json: bool) -> None:
     files, newest = read_folder(root), Newest.of(root)
     for _ in files.read():
         pass
-    facts = journal_facts(files, newest, max_staleness)
+    stranger = files.mark.stranger_in(root)
+    facts = {
+        **journal_facts(files, newest, max_staleness),
+        "another_run": "" if stranger is None else headline(str(stranger)),
+    }
     if json:
         emit_json(facts)
     else:
@@ -82,7 +86,7 @@ def show_journal(given: Path, max_staleness: int | None, json: bool) -> None:
     problems = [one.problem for one in files.segments.values() if one.problem is not None]
     if any(isinstance(problem, Unreadable) for problem in problems):
         raise click.exceptions.Exit(2)
-    if problems or facts["damaged"]:
+    if problems or facts["damaged"] or stranger:
         raise click.exceptions.Exit(1)
 
 
@@ -150,6 +154,8 @@ def _print_journal(root: ReadablePath, facts: Facts, newest: Newest) -> None:
     say(
         f"  {where}: {facts['consumed']:,} trained on, {facts['finished']:,} finished and to be given back{_more(facts)}"
     )
+    if facts["another_run"]:
+        say(f"  note: {facts['another_run']}")
     if facts["note"]:
         say(f"  note: what that step has trained on is not known: {facts['note']}")
     if facts["segments"]:

@@ -98,9 +98,9 @@ class RolloutJournal:
         self._files = JournalFolder(*open_folder(self.root, self.fingerprint))
         self.refresh()
         problems = Problems()
-        for segment in self._files.segments.values():
-            if segment.problem is not None:
-                problems.add_error(segment.problem)
+        found = [self._files.mark.stranger_in(self.root), *(one.problem for one in self._files.segments.values())]
+        for problem in filter(None, found):
+            problems.add_error(problem)
         problems.raise_if_any()
         _log.info("%s: %d finished rollouts", self._files.folder, self.counts.finished)
 

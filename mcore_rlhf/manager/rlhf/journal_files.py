@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...errors import (
@@ -29,6 +29,7 @@ from ...storage.paths import ReadablePath, cannot_open, storage_error
 from ...storage.publish import sync_folder
 from ...storage.reading import parse_json, read_bytes
 from ...storage.records import record_of, shorten, text_of
+from ..run import steps
 from .rollouts import StoredPlace, read_place
 
 FOLDER, MARK = "journal", "journal.json"
@@ -46,6 +47,7 @@ class JournalMark:
         run: The run's id.
         fingerprint: What rollouts depend on, by names of the user's choice: the tokenizer's hash, the dataset's.
         producer: Who wrote a segment.
+        replaces: Journals beside which steps of the root had been saved when this one was begun: it is their successor.
     """
 
     format: str
@@ -53,6 +55,7 @@ class JournalMark:
     run: str
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     producer: str = ""
+    replaces: Sequence[str] = ()
 
     def to_bytes(self) -> bytes:
         """As JSON."""
@@ -98,6 +101,39 @@ class JournalMark:
                 "Move it away, or give this run a root of its own; to begin anew, remove the journal folder of the root."
             )
 
+    def stranger_in(self, root: ReadablePath) -> LayoutMismatch | None:
+        """What is wrong where the newest step of a root was saved beside another journal: somebody copied this one's folder here.
+
+        Data and seed may be the same, so that each rollout would fit. A root without steps says nothing: its journal was begun here, or
+        somebody knows better; nor does a step of a mirror, since the root that it came from is gone, and its journal with it.
+        """
+        with suppress(CheckpointError):
+            newest = steps.newest(root)
+            beside = "" if newest is None else journal_beside(newest.path)
+            if newest is not None and beside and beside != self.run and beside not in self.replaces:
+                return LayoutMismatch(
+                    f"{root / FOLDER}: rollouts of another run: step {newest.step} was saved beside the journal {shown(beside)}, and "
+                    f"this is {shown(self.run)}\nPut that one back, or remove the folder: what it holds is sampled again."
+                )
+        return None
+
+
+def journal_beside(step: ReadablePath) -> str:
+    """Which journal lay beside a step when it was saved; empty where there was none.
+
+    Raises:
+        CheckpointError: Its manifest cannot be read.
+    """
+    found = steps.read_manifest(step).report.get(FOLDER)
+    return found if isinstance(found, str) else ""
+
+
+def run_of(root: Path) -> str:
+    """The id of a root's journal; empty where there is none, or none that can be read now."""
+    with suppress(OSError, CheckpointError):
+        return JournalMark.from_bytes(read_bytes(root / FOLDER / MARK), str(root / FOLDER)).run
+    return ""
+
 
 def open_folder(root: Path, fingerprint: Mapping[str, str]) -> tuple[Path, JournalMark]:
     """The folder of a root's journal, made where there is none, and of which run it is; driver and producers alike.
@@ -121,7 +157,7 @@ def open_folder(root: Path, fingerprint: Mapping[str, str]) -> tuple[Path, Journ
         if folder.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
         with suppress(FileExistsError):
-            _make_mark(path, mine)
+            _make_mark(path, mine, root)
         found = JournalMark.from_bytes(read_bytes(path), str(path))
     except OSError as error:
         raise storage_error(error, path, "open", "the rollout journal") from error
@@ -159,10 +195,12 @@ def read_folder(root: ReadablePath) -> JournalFolder:
     return JournalFolder(folder, JournalMark.from_bytes(data, str(folder / MARK)))
 
 
-def _make_mark(path: Path, mark: JournalMark) -> None:
+def _make_mark(path: Path, mark: JournalMark, root: Path) -> None:
     """Written aside, then given its name: of several that begin at once, one wins, and nobody sees half of it."""
     if path.exists():
         return
+    with suppress(CheckpointError):  # a step that cannot be read names none
+        mark = replace(mark, replaces=sorted({journal_beside(one.path) for one in steps.committed(root)} - {""}))
     aside = path.with_name(f".{path.name}.tmp-{mark.run}")
     try:
         write_new(aside, mark.to_bytes(), fsync=True)

@@ -18,6 +18,8 @@ from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import replace_text
 
 from ..rlhf.carried import Carried
+from ..rlhf.journal_files import FOLDER as JOURNAL
+from ..rlhf.journal_files import run_of
 from .background import Left
 from .commit import RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .failed import FailedSave
@@ -252,6 +254,8 @@ class SaveJob:
         report = {**self.report, "save_seconds": seconds, "live": live, **({"hosts": hosts} if len(hosts) > 1 else {})}
         if linked := {path: source for part in parts for path, source in part.linked.items()}:
             report["linked"] = linked
+        if journal := run_of(self.transaction.root):
+            report[JOURNAL] = journal
         more = {str(key): value for key, value in self.provenance.items()}
         manifest = Manifest(
             files,

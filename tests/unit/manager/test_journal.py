@@ -57,6 +57,15 @@ def write(
                 writer.add(Rollout.of(prompt, sample, version=version, reward=0.5, tokens=np.full(3, prompt.prompt_id)))
 
 
+def saved(root: Path, step: int, loads: Path | None = None) -> None:
+    """Save a step that says nothing of prompts, so that no file of the journal goes."""
+    options = ManagerOptions(fsync=False, catch_signals=False, on_existing="continue")
+    with CheckpointManager(root, torch.nn.Linear(2, 2), options=options) as manager:
+        if loads is not None:
+            assert manager.load(loads) is not None
+        manager.save(step, blocking=True)
+
+
 def segments(root: Path) -> list[Path]:
     return sorted((root / "journal").glob("*.seg"))
 
@@ -248,6 +257,43 @@ def test_a_journal_of_another_run_is_refused(tmp_path: Path) -> None:
     foreign = here / "journal" / foreign.name
     foreign.unlink()
     assert RolloutJournal(here).counts.finished == 2
+
+
+def test_a_folder_that_was_copied_from_a_run_with_the_same_data_and_seed_is_told(tmp_path: Path) -> None:
+    """By the newest step, which says beside which journal it was saved; one that was begun anew beside it is its successor."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for root in (one, other):
+        write(root, sampler().next_batch(2))
+        saved(root, 1)
+    write(one, sampler().next_batch(2))
+    assert RolloutJournal(one).counts.finished
+    shutil.rmtree(other / "journal")
+    shutil.copytree(one / "journal", other / "journal")
+    with pytest.raises(
+        LayoutMismatch, match=r"journal: rollouts of another run: step 1 was saved beside the journal"
+    ) as told:
+        RolloutJournal(other)
+    assert "remove the folder: what it holds is sampled again" in str(told.value)
+    code, said = command("journal", other)
+    assert (code, "note: " in said, "another run" in said) == (1, True, True), said
+    shutil.rmtree(other / "journal")
+    write(other, sampler().next_batch(2))  # a producer is the first
+    assert RolloutJournal(other).counts.finished == 4
+    saved(other, 2)
+    shutil.rmtree(other / "global_step_1")
+    assert RolloutJournal(other).counts.finished == 4
+    assert command("journal", other)[0] == 0
+
+
+def test_a_root_that_came_back_from_a_mirror_or_was_moved_keeps_its_journal(tmp_path: Path) -> None:
+    write(tmp_path / "old", sampler().next_batch(2))
+    saved(tmp_path / "old", 1)
+    shutil.copytree(tmp_path / "old", tmp_path / "moved")
+    assert RolloutJournal(tmp_path / "moved").counts.finished == 4
+    write(tmp_path / "new", sampler().next_batch(2))  # nothing of the old root is left but what the mirror has
+    assert RolloutJournal(tmp_path / "new").counts.finished == 4
+    saved(tmp_path / "new", 2, loads=tmp_path / "old" / "global_step_1")
+    assert RolloutJournal(tmp_path / "new").counts.finished == 4
 
 
 def test_what_rollouts_were_made_with_must_agree(tmp_path: Path) -> None:
