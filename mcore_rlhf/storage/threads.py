@@ -8,6 +8,45 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import StorageError
 
+_BEGINS_S = 30.0
+"""After so long a thread is given up that the system has given, and that has not begun."""
+
+
+class _Begun(threading.Event):
+    """Set by a thread that begins. One that then finds no memory ends before that, and Python would wait for it without end.
+
+    Source: CPython 3.10 to 3.14, ``threading.Thread.start`` and ``_bootstrap_inner``.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has begun.
+
+        Raises:
+            RuntimeError: It has not.
+        """
+        if not super().wait(_BEGINS_S):
+            raise RuntimeError(f"one was given, and has not begun within {_BEGINS_S:g} s: it may have found no memory")
+        return True
+
+
+class _Thread(threading.Thread):
+    """One that either does its job, or was said not to."""
+
+    def __init__(self, name: str, job: Callable[..., object], args: tuple[object, ...]) -> None:
+        super().__init__(target=job, name=name, args=args, daemon=True)
+        self._started, self._taken = _Begun(), threading.Lock()
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except RuntimeError:
+            if self._taken.acquire(blocking=False):  # else it has begun at this very moment
+                raise
+
+    def run(self) -> None:
+        if self._taken.acquire(blocking=False):
+            super().run()
+
 
 def begin(name: str, job: Callable[..., object], *args: object) -> threading.Thread:
     """Run something on a thread of its own, which does not keep the process from ending.
@@ -20,7 +59,7 @@ def begin(name: str, job: Callable[..., object], *args: object) -> threading.Thr
     Raises:
         StorageError: The system gives no thread; nothing of the job was done.
     """
-    thread = threading.Thread(target=job, name=name, args=args, daemon=True)
+    thread = _Thread(name, job, args)
     try:
         thread.start()
     except RuntimeError as error:

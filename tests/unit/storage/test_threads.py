@@ -10,6 +10,7 @@ import pytest
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import StorageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.storage import threads
 from mcore_rlhf.storage.threads import Pool, begin_some
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.weights import iter_weights
@@ -42,6 +43,31 @@ def test_one_suffices(left: list[int], few: int) -> None:
     for thread in begin_some(5, "count", done.append, None):
         thread.join()
     assert len(done) == few
+
+
+@pytest.mark.parametrize("comes", [False, True], ids=["never", "late"])
+def test_one_that_is_given_and_does_not_begin_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """It found no memory; or the machine was so slow that it begins when it has been given up, and then does nothing."""
+    real, late, ended = threading.Thread._bootstrap, threading.Event(), threading.Event()  # type: ignore[attr-defined]
+
+    def bootstrap(thread: threading.Thread) -> None:
+        if comes and late.wait(10):
+            real(thread)
+        ended.set()
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", bootstrap)
+    monkeypatch.setattr(threads, "_BEGINS_S", 0.1)
+    done = list[None]()
+    with pytest.raises(StorageError, match=r"no thread for it: one was given, and has not begun within 0.1 s"):
+        threads.begin("count", done.append, None)
+    late.set()
+    assert ended.wait(10)
+    assert done == []
+    monkeypatch.undo()
+    threads.begin("count", done.append, None).join()
+    assert done == [None]
 
 
 def test_conversions_verdicts_and_weights_say_that_there_is_none(left: list[int], tmp_path: Path) -> None:
