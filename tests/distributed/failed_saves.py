@@ -231,6 +231,7 @@ def come_late(root: Path, late: int, seconds: float) -> tuple[list[tuple[str, st
     def hear(event: Event) -> None:
         failed.extend([event.text] if event.kind == "failed" else [])
 
+    dist.barrier()  # a busy machine lets them start seconds apart
     with CheckpointManager(root, live, options=options(on_error="continue", timeout=1.0, on_event=hear)) as manager:
         manager.save(1, blocking=True)
         for step in (2, 3, 4):

@@ -240,6 +240,17 @@ def _short_of_patience(root: Path, live: ShardedEngine, **more: Any) -> Checkpoi
     return CheckpointManager(root, live, options=options(timeout=2.0, **more))
 
 
+def one_makes_no_manager(root: Path, absent: int) -> tuple[str, str]:
+    """One rank is held up before it makes its manager, until the others have given it up; then it finds nobody either."""
+    dist.barrier()
+    if dist.get_rank() == absent:
+        dist.barrier()
+    told = outcome(lambda: CheckpointManager(root, engine(seed=1), options=options(timeout=3.0)))
+    if dist.get_rank() != absent:
+        dist.barrier()
+    return told
+
+
 def one_does_not_save(root: Path, absent: int, call: str) -> tuple[tuple[str, str], bool]:
     """All ranks but one make a call of the manager; what they are told, and whether all were told before that one did anything."""
     manager = _short_of_patience(root, engine(1))

@@ -28,6 +28,16 @@ def test_a_rank_that_does_not_come(pool: WorkerPool, tmp_path: Path, call: str, 
                 assert f"without rank {absent}\n" in text, "every rank names who is missing"
 
 
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_makes_no_manager(pool: WorkerPool, tmp_path: Path, absent: int) -> None:
+    for rank, (kind, text) in enumerate(
+        pool.run(jobs.one_makes_no_manager, tmp_path, absent, world_size=3, timeout=60)
+    ):
+        assert kind == "Incomplete", text
+        assert f"rank {rank} on " in text
+        assert rank == absent or f"did not come within 3 s: without rank {absent}\n" in text
+
+
 @pytest.fixture
 def survivors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool lets ranks that live speak before it ends them, on a busy machine too."""

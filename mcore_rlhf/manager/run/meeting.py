@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """A gloo group of all ranks. Collective: all ranks make one, and call its methods alike.
+    """A gloo group of all ranks, which :meth:`renew` makes. Collective: all ranks make one, and call its methods alike.
 
     What goes through it are values of this run's own processes, which nobody else can send.
 
@@ -42,7 +42,7 @@ class Meeting:
         self._store = PrefixStore(f"{shared.add(f'made by {rank}', 1)}", shared)
         self._number = self._met = 0
         self.broken = False
-        self._group: Any = self._made()  # torch's stubs know of no backend what it can do
+        self._group: Any = None  # torch's stubs know of no backend what it can do
 
     def _made(self) -> dist.ProcessGroupGloo:
         store = PrefixStore(f"group/{self._number}", self._store)
@@ -55,16 +55,17 @@ class Meeting:
             self._store.set(f"broken/{self._number}", "1")
 
     def renew(self) -> None:
-        """Make the next group, where any rank has said that this one is broken.
+        """Make the next group, where there is none, or any rank has said that this one is broken.
 
         Raises:
-            RuntimeError: Not all ranks came.
+            RuntimeError: Not all ranks came; :meth:`missing` says which.
         """
         broken = False
         while self._store.check([f"broken/{self._number}"]):
             broken, self._number = True, self._number + 1
         if broken or self._group is None:
             self._group, self._met = None, 0  # its threads end
+            self.comes()
             self._group = self._made()
         self.broken = False
 

@@ -67,11 +67,17 @@ class World:
 
     @classmethod
     def current(cls, timeout: float = 600.0, worlds: Worlds | None = None) -> World:
-        """The world of this process. Collective where ``torch.distributed`` is initialized: its ranks meet."""
+        """The world of this process. Collective where ``torch.distributed`` is initialized: its ranks meet.
+
+        Raises:
+            Incomplete: Some did not come in time; they are named.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1, timeout, worlds=worlds)
         meeting = Meeting(dist.get_rank(), dist.get_world_size(), timeout)
-        return cls(dist.get_rank(), dist.get_world_size(), timeout, meeting, worlds)
+        world = cls(dist.get_rank(), dist.get_world_size(), timeout, meeting, worlds)
+        world.meet()
+        return world
 
     @property
     def is_rank0(self) -> bool:
