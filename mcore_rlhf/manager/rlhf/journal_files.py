@@ -199,8 +199,8 @@ def _make_mark(path: Path, mark: JournalMark, root: Path) -> None:
     """Written aside, then given its name: of several that begin at once, one wins, and nobody sees half of it."""
     if path.exists():
         return
-    with suppress(CheckpointError):  # a step that cannot be read names none
-        mark = replace(mark, replaces=sorted({journal_beside(one.path) for one in steps.committed(root)} - {""}))
+    beside = {journal_beside(one.path) for one in steps.committed(root, quarantined=True)}
+    mark = replace(mark, replaces=sorted(beside - {""}))
     aside = path.with_name(f".{path.name}.tmp-{mark.run}")
     try:
         write_new(aside, mark.to_bytes(), fsync=True)
