@@ -239,11 +239,13 @@ class Supervisor:
             root.mkdir()
             self.newest, self.url = 0, f"{self.url}+" if now == LAST else self.url
 
-    def run(self, rounds: int) -> None:
+    def run(self, rounds: int, seconds: float) -> None:
         (self.folder / "root").mkdir(parents=True)
         codes = self.ended(self.start(""), 200)
         assert codes == [0] * WORLD, (self.folder / "errors").read_text()
-        for _ in range(rounds):
+        end = time.monotonic() + seconds
+        while rounds and time.monotonic() < end:
+            rounds -= 1
             self.round()
 
 
@@ -251,10 +253,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3600, help="none is begun after that")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mirror", default="")
     given: Any = parser.parse_args()
     logging.getLogger("mcore_rlhf").setLevel(logging.CRITICAL)
     supervisor = Supervisor(given.folder, random.Random(given.seed), given.mirror)
-    supervisor.run(given.rounds)
+    supervisor.run(given.rounds, given.seconds)
     print(json.dumps(supervisor.done))
