@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from mcore_rlhf.core.catalog import BFLOAT16, EXP_AVG, EXP_AVG_SQ, MASTER
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.plan import plan_file
-from mcore_rlhf.core.tally import Tally
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.ranks import RankLayout
+from mcore_rlhf.formats.accounting import Tally
 from mcore_rlhf.formats.megatron.parameters import Holder, StoredTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
