@@ -184,13 +184,14 @@ def iter_weights(
     asked = replace(read or ReadOptions(), optimizer=False)
     rank, where = TensorRank(tp_rank, tp_size, padded_vocab_size), checkpoint_path(Path(path))
 
-    def opened() -> Wanted:
+    def opened() -> tuple[Wanted, list[str]]:
         source = open_checkpoint(where, asked, partial=True)
-        for text in gaps(source):
-            _log.warning("%s: %s", source.root, text)
-        return _wanted(source, spelling, asked, how, rank, names)
+        return _wanted(source, spelling, asked, how, rank, names), [f"{source.root}: {text}" for text in gaps(source)]
 
-    return _streamed(read_patiently(where, opened))
+    wanted, lacking = read_patiently(where, opened)
+    for text in lacking:  # once, however often the disk was asked
+        _log.warning("%s", text)
+    return _streamed(wanted)
 
 
 def _checked(dtype: str | None) -> str | None:

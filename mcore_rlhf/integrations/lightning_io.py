@@ -227,7 +227,7 @@ class CommittedCheckpointIO(TorchCheckpointIO):
         super().teardown()
         for steps in self._roots.values():
             with suppress(CheckpointError):
-                steps.close()
+                steps.end()
         self._roots.clear()
 
 

@@ -10,19 +10,24 @@ in the step, instead of a damaged step the next older one is taken, and events a
 say, and for rules where some are given. Importing this module does not import NeMo-RL.
 
 Source: NVIDIA-NeMo/RL 7ea279a, ``nemo_rl/utils/checkpoint.py`` (``CheckpointManager``), ``nemo_rl/algorithms/grpo.py`` (``setup`` makes
-one and asks it at once for the newest step; ``grpo_train`` has it finalize steps in a thread, and shuts it down).
+one and asks it at once for the newest step; ``grpo_train`` has it finalize steps in a thread, and shuts it down);
+``_load_checkpoint_history`` reads ``training_info.json`` of every ``step_N`` before one is deleted.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.manager.run import retention
+from mcore_rlhf.manager.runs import naming_by
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
+from mcore_rlhf.trainers.nemo_rl import TRAINER
 
 from .seam import OURS, Seam, kept_with
 
@@ -65,6 +70,28 @@ def attach(manager_class: Any, options: StepOptions | None = None) -> None:
         Unsupported: It has not what we stand around; what differs is named.
     """
     SEAM.attach(manager_class, options, _around)
+    module: Any = import_module(manager_class.__module__)
+    if not isinstance(module.shutil, _Removing):  # its own
+        module.shutil = _Removing()
+
+
+class _Removing:
+    """``shutil`` for NeMo-RL's module: a step that it deletes is gone in one rename.
+
+    Killed in the middle of a deletion, its own leaves a step without ``training_info.json``, without which it deletes none any more.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(shutil, name)
+
+    @staticmethod
+    def rmtree(path: Any, *args: Any, **named: Any) -> None:
+        """As ``shutil``'s own."""
+        folder, naming = Path(path).absolute(), naming_by(TRAINER)
+        if naming.step_of(folder.name) is None or not (folder / naming.manifest).is_file():
+            shutil.rmtree(path, *args, **named)
+        else:
+            retention.delete(folder, naming)
 
 
 def _around(manager_class: Any) -> dict[str, Callable[..., Any]]:

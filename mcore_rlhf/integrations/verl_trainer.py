@@ -17,6 +17,7 @@ Source: verl 0.9.1, ``trainer/ppo/ray_trainer.py`` (``RayPPOTrainer``) and ``tra
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -128,7 +129,9 @@ def _steps_of(trainer: Any) -> TrainerSteps:
 
     def steps(options: StepOptions | None) -> TrainerSteps:
         _refuse(trainer.config)
-        return TrainerSteps(settings.default_local_dir, "verl", _kept(settings, options))
+        made = TrainerSteps(settings.default_local_dir, "verl", _kept(settings, options))
+        atexit.register(made.end)  # verl says nowhere that a run has ended
+        return made
 
     return kept_with(trainer, steps)
 

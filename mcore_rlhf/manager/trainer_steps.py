@@ -29,6 +29,7 @@ from mcore_rlhf.trainers.table import Trainer
 
 from .run.candidates import Resume
 from .run.events import EVENTS_NAME, EventLog
+from .run.failed import FailedSave
 from .run.options import LOG, Hook, Reporter, check_values
 from .run.retention import Retention, remember
 from .run.root import RootLock, open_root, remove_small
@@ -48,7 +49,8 @@ class StepOptions:
     Args:
         keep: What is kept of committed steps; None for everything, or for what the trainer's own setting says where it has one.
         on_error: What a save that fails is: an error of the training (``raise``), or something that is said (``continue``); a mistake in
-            the calls is raised in any case. Either way nothing is published, and older steps are untouched.
+            the calls is raised in any case. Either way nothing is published, and older steps are untouched. Where no later save has gone
+            well, the end of the run says so: see :meth:`TrainerSteps.close`.
         on_existing: What happens among committed steps that this run has neither loaded nor written: see
             :class:`~.run.options.ManagerOptions`.
         fsync: Whether a step is on the disk before it appears.
@@ -101,6 +103,7 @@ class TrainerSteps:
         self._opened = False
         self._own = set[int]()
         self._went_back_to: int | None = None
+        self._unsaved = ""
 
     def resume(self, which: str | int | Path | None, *, must_exist: bool = False) -> Path | None:
         """The folder that the trainer is to load: every byte of it is what was committed, and all ranks were given the same.
@@ -219,9 +222,18 @@ class TrainerSteps:
             path = self._saved(step, target, write, (target.name if within else "", trackers), metrics or {})
         except Exception as error:  # whatever a trainer's own code raises
             self.reporter.say("failed", step, f"not saved: {type(error).__name__}: {headline(str(error))}")
-            if self.options.on_error == "raise" or isinstance(error, UsageError):  # a mistake is never gone on with
+            if isinstance(error, UsageError):  # a mistake is never gone on with
                 raise
+            if self.world.is_rank0:
+                FailedSave.note(self.root.path, step, error)
+            if self.options.on_error == "raise":
+                raise
+            self._unsaved = (
+                f"{self.root.path}: step {step} was not saved, nor any after it: what was trained since the newest step is lost with this "
+                f"process: {type(error).__name__}: {headline(str(error))}"
+            )
             return None
+        self._unsaved = ""
         remember(path)
         self._own.add(step)
         if self.world.is_rank0:
@@ -345,6 +357,7 @@ class TrainerSteps:
     def _after(self, step: int, path: Path, protect: Collection[int], trackers: Collection[str]) -> None:
         """The step is safe. Nothing that fails from here on is a failed save."""
         try:
+            FailedSave.forget(self.root.path)
             self.track(path, trackers)
             for number in self.root.leave_behind(step, self._own, self._went_back_to):
                 self.reporter.say(
@@ -372,18 +385,35 @@ class TrainerSteps:
             self.reporter.say("clean", None, line)
 
     def close(self) -> None:
-        """Let go of the root; another run may save there."""
+        """Let go of the root; another run may save there.
+
+        Raises:
+            Incomplete: The last save failed, and :attr:`StepOptions.on_error` was to go on; on every rank, and once.
+        """
+        if lost := self.end():
+            raise Incomplete(lost)
+
+    def end(self) -> str:
+        """Let go of the root, where the trainer's script goes on, and may save what it has by itself: that the last save failed is logged.
+
+        Returns:
+            What :meth:`close` raises; empty where nothing is lost.
+        """
         if self._lock is not None:
             self._lock.release()
         self.reporter.close()
         self.world.close()
+        lost, self._unsaved = self._unsaved, ""
+        if lost:
+            LOG.error("%s", lost)
+        return lost
 
     def __enter__(self) -> TrainerSteps:
         return self
 
     def __exit__(self, *exception: object) -> None:
         with suppress(CheckpointError):
-            self.close()
+            self.end()
 
 
 def _known(name: str) -> Trainer:

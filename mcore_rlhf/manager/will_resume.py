@@ -183,7 +183,7 @@ def take(path: ReadablePath, loader: Loader, settings: Settings) -> Taken:
         return Taken(path, "named", _places(path, trainer))
     taken = _of_root(path, loader, settings)
     if taken.folder is None and not taken.stops and not _holds_steps(path, trainer):
-        hint = meant_below(path, lambda below: _holds_steps(_root_in(below, trainer), trainer)) or (
+        hint = meant_below(path, lambda one: _holds_steps(_root_in(one, trainer), trainer) or trainer.wrote(one)) or (
             "Give the root of its run, or a step's folder; mcore-rlhf inspect says what else it may be."
         )
         raise NotACheckpoint(

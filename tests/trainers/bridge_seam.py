@@ -30,6 +30,7 @@ from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.trainer import Trainer
 from mcore_rlhf.integrations import megatron_bridge
 from tests.trainers.absent import stand_in
+from tests.trainers.seam_kills import Told
 
 stand_in("transformer_engine", "modelopt", "wandb", "comet_ml", "mlflow", "nvidia_resiliency_ext")
 stand_in("torch.utils.tensorboard", instead=True)
@@ -163,7 +164,7 @@ def main(job: str, folder: str, result: Path) -> None:
         if bridge.setup._should_load_checkpoint(config, manager):
             manager.load(bridge.checkpointing.CheckpointLoadContext(state, *given))
             run.iteration, run.consumed_train_samples = state.train_state.step, state.train_state.consumed_train_samples
-        seen = []
+        seen = Told()
         while run.iteration < (4 if job == "plain" else 6):
             seen.append([run.iteration + 1, run.train_step()])
             if run.iteration % (4 if job == "plain" else 2) == 0:

@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mcore_rlhf.integrations.lightning_io import CommittedCheckpointIO, StepOptions
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
+from tests.trainers.seam_kills import Told
 
 LAST, EVERY, EPOCH = 10, 2, 4
 
@@ -36,7 +37,7 @@ class Model(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
-        self.seen: list[list[float]] = []
+        self.seen: list[list[float]] = Told()
         self.signalled_at = 0
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:

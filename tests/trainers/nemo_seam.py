@@ -16,6 +16,9 @@ import torch
 
 from mcore_rlhf.integrations import nemo_rl
 from tests.trainers.nemo_replay_job import Absent, without_init
+from tests.trainers.seam_kills import Told
+
+LAST = 6
 
 
 def main(job: str, folder: str, result: Path) -> None:
@@ -32,13 +35,16 @@ def main(job: str, folder: str, result: Path) -> None:
     with CheckpointManager(config) as manager:
         found = manager.get_latest_checkpoint_path()
         info = manager.load_training_info(found) or {"total_steps": 0}
-        seen = [found and Path(found).name]
-        for step in range(info["total_steps"] + 1, info["total_steps"] + 4):
+        seen, told, done = [found and Path(found).name], Told(), info["total_steps"]
+        values = torch.load(f"{found}/policy/weights/model.pt")["w"] if found else torch.zeros(1000)
+        for step in range(done + 1, LAST + 1 if job in ("alone", "kills") else done + 4):
             manager.finalize_pending()
             aside = Path(manager.init_tmp_checkpoint(step, {"total_steps": step, "val:reward": 1 / step}))
             weights = aside / "policy" / "weights"
             weights.mkdir(parents=True)
-            torch.save({"w": torch.full((1000,), float(step))}, weights / "model.pt")
+            values = torch.sin(values) + step
+            told.append([step, values.sum().item()])
+            torch.save({"w": values}, weights / "model.pt")
             if job == "killed" and step == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             torch.save(torch.arange(step), aside / "train_dataloader.pt")

@@ -4,18 +4,20 @@ Jobs: ``alone`` (Ray's own upload), ``call`` (by a call of Ray's own), ``killed`
 started anew by Ray when step 4 is committed and Ray has not heard of it), ``raised`` (worker 1 has an error in the middle of that upload;
 odd steps are reported without us), ``resumed``, ``one`` (the same with one worker, which reports what it loaded again), ``rank0`` (only
 worker 0 has files), ``same`` (both report a file of one name), ``async`` (Ray uploads behind the training), ``elsewhere`` (the run is kept
-in no folder), ``preempted`` (Ray's worker is told, as Ray's watcher tells it, that a node is taken away: no node is). What every worker
-saw is written as JSON.
+in no folder), ``kills`` (one worker of each of ``SEAM_KILLS`` starts, at random; ``SEAM_LAST`` steps), ``preempted`` (Ray's worker is told,
+as Ray's watcher tells it, that a node is taken away: no node is). What every worker saw is written as JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,11 @@ from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.integrations.ray_train import Commits, StepOptions
 from mcore_rlhf.manager.run.policies import EverySteps
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
+from tests.crash.dcp_writer_kills import Killer
+from tests.trainers.seam_kills import TOLD, Told, whole_steps
 
 LAST, EVERY = 6, 2
+KILLS = int(os.environ.get("SEAM_KILLS", "0"))
 
 
 class Failing(Commits):
@@ -68,7 +73,7 @@ def train(config: dict[str, str]) -> None:
     """What every worker does."""
     job, rank = config["job"], ray.train.get_context().get_world_rank()
     torch.set_num_threads(1)
-    seen: list[Any] = []
+    seen: list[Any] = Told()
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,6 +91,7 @@ def train(config: dict[str, str]) -> None:
         dist.barrier()
         if rank == 0:
             starts.write_text("s" * (start + 1))
+        arm(config, start, rank, seen)
         commits = kind(EverySteps(EVERY if job != "preempted" else 1000))
         checkpoint = commits.resume()
         done = commits.done
@@ -96,7 +102,7 @@ def train(config: dict[str, str]) -> None:
             model.load_state_dict(found["model"])
             optimizer.load_state_dict(found["optimizer"])
             torch.set_rng_state(found["random"])
-    for step in range(done + 1, LAST + 1):
+    for step in range(done + 1, last_of(config, done) + 1):
         loss = model(torch.randn(4, 4) + rank).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -116,6 +122,28 @@ def train(config: dict[str, str]) -> None:
                 torch.save(state, Path(folder, f"worker-{rank}.pt"))
                 ray.train.report({"step": step}, ray.train.Checkpoint.from_directory(folder))
     Path(config["result"]).with_name(f"{job}-{rank}.json").write_text(json.dumps(seen))
+
+
+def last_of(config: dict[str, str], done: int) -> int:
+    """The step after which a run is over: of one that is killed, soon after it was for the last time."""
+    is_over = config["job"] == "kills" and Path(config["folder"], "starts").stat().st_size > KILLS
+    return done + LAST if is_over else int(os.environ.get("SEAM_LAST", LAST))
+
+
+def arm(config: dict[str, str], start: int, rank: int, seen: list[Any]) -> None:
+    """Have one of the workers be killed, at one of its changes of the file system, or at a moment of time; all that is there is whole."""
+    if config["job"] != "kills":
+        return
+    os.environ[TOLD] = f"{config['folder']}/told-{start}-{rank}"
+    seen.append(f"whole: {whole_steps(Path(config['folder'], 'run'))}")
+    draws = random.Random(f"{os.environ.get('SEED')} {start}")
+    victim, at, after = draws.randrange(2), draws.randrange(1, 80), draws.uniform(0.0, 0.6)
+    if rank != victim or start >= KILLS:
+        return
+    if start % 2:
+        Killer(at)
+    else:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def warn(rank: int) -> None:
@@ -155,7 +183,7 @@ def main(job: str, folder: str, result: Path) -> None:
         )
         run = ray.train.RunConfig(
             name="run", storage_path=folder, checkpoint_config=ray.train.CheckpointConfig(num_to_keep=6 if job == "raised" else 2),
-            failure_config=ray.train.FailureConfig(max_failures={"killed": 2, "raised": 1}.get(job, 0)),
+            failure_config=ray.train.FailureConfig(max_failures={"killed": 2, "raised": 1, "kills": -1}.get(job, 0)),
             storage_filesystem=SubTreeFileSystem("/", LocalFileSystem()) if job == "elsewhere" else None,
         )  # fmt: skip
         trainer = TorchTrainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -89,6 +90,26 @@ def test_a_worker_is_killed_and_ray_goes_on(runs: Runs, alone: list[list[Any]]) 
         "worker-0.pt", "worker-1.pt", ".metadata.json", "mcore_rlhf.json",
     }  # fmt: skip
     assert not [path for path in folder.parent.iterdir() if ".partial-" in path.name]
+
+
+def test_workers_are_killed_at_random(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each start one worker, and Ray starts them anew; ``SEAM_KILLS`` starts, 4 unless more are asked for."""
+    kills = int(os.environ.get("SEAM_KILLS", "4"))
+    for name, value in {"SEAM_KILLS": kills, "SEAM_LAST": 40 + 10 * kills, "SEED": random.randrange(1 << 30)}.items():
+        print(name, value)
+        monkeypatch.setitem(runs.environment, name, str(value))
+    expected = dict(runs.losses("alone", "long")[0][0])
+    status, _, said = runs("kills", "kills")
+    assert status == 0, said[-5000:]
+    starts = [
+        [json.loads(line) for line in file.read_text().splitlines()] for file in runs.folder.glob("kills/told-*-0")
+    ]
+    assert len(starts) == kills + 1
+    for seen in starts:
+        losses = [one for one in seen if isinstance(one, list)]
+        assert [step for step, _ in losses] == [*range(losses[0][0], losses[-1][0] + 1)] if losses else True
+        assert all(expected[step] == loss for step, loss in losses)
+    assert {*runs.steps("kills").values()} == {"committed"}
 
 
 def test_a_save_that_fails_publishes_nothing(runs: Runs, alone: list[list[Any]]) -> None:

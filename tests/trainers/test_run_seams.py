@@ -140,3 +140,24 @@ def test_megatron_bridge_whose_save_fails(trainers: Path, tmp_path: Path) -> Non
     assert "CUDA error: an illegal memory access was encountered" in said
     assert not states(tmp_path / "a")
     assert not list((tmp_path / "a").glob("iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("seam", "release"),
+    [
+        ("verl", "verl-0.9.1"), ("nemo", "NeMo-RL-7ea279a"), ("bridge", "Megatron-Bridge-067f987"),
+        ("titan", "torchtitan-0.3.0"), ("lightning", "lightning-2.6.6"),
+    ],
+)  # fmt: skip
+def test_killed_at_random(trainers: Path, tmp_path: Path, seam: str, release: str) -> None:
+    """See ``seam_kills``; ``SEAM_KILLS`` times, 4 unless more are asked for."""
+    if not (trainers / release).is_dir():
+        pytest.skip(f"{release}: its repository could not be fetched")
+    path = os.pathsep.join(map(str, [PROJECT, trainers / release, trainers / release / "src", trainers / "needs"]))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.trainers.seam_kills", seam, os.environ.get("SEAM_KILLS", "4"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(VERL if seam == "verl" else {})},
+        cwd=PROJECT, capture_output=True, text=True, timeout=480, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    print(done.stdout)

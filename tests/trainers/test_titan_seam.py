@@ -63,3 +63,11 @@ def test_killed_and_damaged_and_gone_on_with(trainers: Path, tmp_path: Path) -> 
     assert resumed == [seen[6:] for seen in alone], done.stderr
     assert "step-7 is not resumed from: damaged:" in done.stderr
     assert titan(trainers, "resumed-alone", tmp_path / "c")[0].returncode == 0  # it reads what we committed
+
+
+def test_a_run_whose_last_save_failed_does_not_end_well(trainers: Path, tmp_path: Path) -> None:
+    """It goes on after every failed save, and says in the end what is lost."""
+    done, seen = titan(trainers, "fails", tmp_path / "a")
+    assert (done.returncode, seen) == (1, []), done.stderr
+    assert "step 7 was not saved, nor any after it: what was trained since the newest step is lost" in done.stderr
+    assert steps(tmp_path / "a") == {4: "committed"}

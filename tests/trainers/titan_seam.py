@@ -1,6 +1,7 @@
 """Two ranks of torchtitan's containers and checkpoint manager, its steps committed: ``torchrun … -m tests.trainers.titan_seam JOB FOLDER``.
 
-Jobs: ``alone`` (torchtitan's own manager), ``whole``, ``killed`` (rank 1, in the middle of the second save), ``resumed``,
+Jobs: ``alone`` (torchtitan's own manager), ``whole``, ``killed`` (rank 1, in the middle of the second save), ``fails`` (every save but
+that of step 4, on rank 1, and it goes on), ``resumed``,
 ``resumed-and-signalled`` (SIGTERM at rank 1, in a step that is not to be saved), ``resumed-alone`` (torchtitan's own manager).
 Every rank writes what it saw to ``FOLDER-JOB-RANK.json``.
 """
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainers.absent import stand_in
+from tests.trainers.seam_kills import Told
 from tests.trainers.titan_jobs import TrainState
 
 stand_in("torch.utils.tensorboard", instead=True)
@@ -53,15 +55,16 @@ def run(job: str, folder: str) -> list[list[float]]:
     loader = StatefulDataLoader(list(range(64)), batch_size=4, shuffle=True, generator=samples)
     state = Trained()
     manager: Any = CheckpointManager if job.endswith("alone") else CommittedCheckpointManager
-    config = manager.Config(enable=True, interval=EVERY, keep_latest_k=2, last_save_model_only=False)
+    more = {"on_error": "continue"} if job == "fails" else {}
+    config = manager.Config(enable=True, interval=EVERY, keep_latest_k=2, last_save_model_only=False, **more)
     checkpointer = config.build(
         dataloader=loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers, states={"train_state": state},
         sd_adapter=None, base_folder=folder,
     )  # fmt: skip
-    if job == "killed":
-        _kill(checkpointer)
+    if job in ("killed", "fails"):
+        _disturb(checkpointer, job)
     checkpointer.load(step=-1)
-    seen, batches = [], iter(loader)
+    seen, batches = Told(), iter(loader)
     while state.should_continue_training():
         state.step += 1
         batch = next(batches)
@@ -81,17 +84,19 @@ def run(job: str, folder: str) -> list[list[float]]:
     return seen
 
 
-def _kill(checkpointer: Any) -> None:
-    """As a process dies that has written its part and not said so."""
+def _disturb(checkpointer: Any, job: str) -> None:
+    """As a process dies that has written its part and not said so; or as its disk is full but for a while."""
     saved = checkpointer.dcp_save
 
-    def killing(*args: Any, **named: Any) -> Any:
+    def disturbed(*args: Any, **named: Any) -> Any:
         result = saved(*args, **named)
-        if dist.get_rank() == 1 and ".step-4.partial-" in named["checkpoint_id"]:
+        if dist.get_rank() == 1 and ".step-4.partial-" in named["checkpoint_id"] and job == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 1 and ".step-4." not in named["checkpoint_id"] and job == "fails":
+            raise OSError(28, "No space left on device")
         return result
 
-    checkpointer.dcp_save = killing
+    checkpointer.dcp_save = disturbed
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainers.absent import stand_in
+from tests.trainers.seam_kills import Told
 
 stand_in("cachetools", "transfer_queue", "vllm", "fastapi", "uvicorn", "aiohttp")
 
@@ -74,7 +75,7 @@ def main(job: str, folder: str, result: Path) -> None:
     trainer.actor_rollout_wg = Group(run, trainer, 4 if job == "killed" else None)
     torch.manual_seed(7)
     trainer._load_checkpoint()
-    batches, seen = iter(trainer.train_dataloader), []
+    batches, seen = iter(trainer.train_dataloader), Told()
     while trainer.global_steps < 6:
         words = next(batches)
         trainer.global_steps += 1

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from mcore_rlhf.errors import Incomplete, StorageError, Unsupported, UsageError
 from mcore_rlhf.manager import trainer_held
 from mcore_rlhf.manager.run import retention
+from mcore_rlhf.manager.run.failed import FailedSave
 from mcore_rlhf.manager.run.options import Event, Reporter
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
 from mcore_rlhf.manager.run.steps import quarantine
@@ -97,6 +98,35 @@ def test_what_dcp_raises_is_an_error_that_a_run_goes_on_after(tmp_path: Path, mo
     assert said[-1].text.endswith("step-1: rank 0: OSError: [Errno 28] No space left on device")
     with TrainerSteps(tmp_path, "torchtitan") as steps, pytest.raises(StorageError, match="No space left on device"):
         steps.save(1, by_dcp)
+
+
+def test_who_goes_on_after_a_failed_save_hears_of_it_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on; that its last save failed is no success, and stands in the root until a save has gone well."""
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    steps = TrainerSteps(tmp_path, "transformers", StepOptions(on_error="continue"))
+    assert steps.save(1, full) is None
+    found = FailedSave.read(tmp_path)
+    assert found is not None
+    assert "No space left on device" in found.why
+    steps.save(2, write)
+    assert FailedSave.read(tmp_path) is None
+    steps.close()
+    with pytest.raises(Incomplete, match=r"step 3 was not saved.*lost with this process: StorageError.*No space left"):  # noqa: PT012
+        steps = TrainerSteps(tmp_path, "transformers", StepOptions(on_error="continue"))
+        steps.resume("auto")
+        steps.save(3, full)
+        steps.close()
+    steps.close()
+    caplog.clear()
+    with TrainerSteps(tmp_path, "transformers", StepOptions(on_error="continue")) as steps:
+        steps.resume("auto")
+        steps.save(3, full)  # a trainer's script goes on after its training, and may save what it has
+    assert [record.levelname for record in caplog.records if "lost with this process" in record.message] == ["ERROR"]
 
 
 def test_a_rank_that_others_do_not_hear_raises_what_it_met() -> None:
