@@ -17,7 +17,6 @@ one and asks it at once for the newest step; ``grpo_train`` has it finalize step
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -25,9 +24,8 @@ from typing import Any
 
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.run import retention
-from mcore_rlhf.manager.runs import naming_by
+from mcore_rlhf.manager.runs import naming_of
 from mcore_rlhf.manager.trainer_steps import StepOptions, TrainerSteps
-from mcore_rlhf.trainers.nemo_rl import TRAINER
 
 from .seam import OURS, Seam, kept_with
 
@@ -71,8 +69,9 @@ def attach(manager_class: Any, options: StepOptions | None = None) -> None:
     """
     SEAM.attach(manager_class, options, _around)
     module: Any = import_module(manager_class.__module__)
-    if not isinstance(module.shutil, _Removing):  # its own
-        module.shutil = _Removing()
+    own = getattr(module, "shutil", None)
+    if own is not None and not isinstance(own, _Removing):
+        module.shutil = _Removing(own)
 
 
 class _Removing:
@@ -81,17 +80,20 @@ class _Removing:
     Killed in the middle of a deletion, its own leaves a step without ``training_info.json``, without which it deletes none any more.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(shutil, name)
+    def __init__(self, own: Any) -> None:
+        self._own = own
 
-    @staticmethod
-    def rmtree(path: Any, *args: Any, **named: Any) -> None:
-        """As ``shutil``'s own."""
-        folder, naming = Path(path).absolute(), naming_by(TRAINER)
-        if naming.step_of(folder.name) is None or not (folder / naming.manifest).is_file():
-            shutil.rmtree(path, *args, **named)
-        else:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def rmtree(self, path: Any, *args: Any, **named: Any) -> None:
+        """As ``shutil``'s."""
+        folder = Path(path).absolute()
+        naming = naming_of(folder.parent)
+        if naming.step_of(folder.name) is not None and (folder / naming.manifest).is_file():
             retention.delete(folder, naming)
+        else:
+            self._own.rmtree(path, *args, **named)
 
 
 def _around(manager_class: Any) -> dict[str, Callable[..., Any]]:
