@@ -380,6 +380,8 @@ def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
                 if isinstance(stored, list) and len(stored) == 1 and not isinstance(stored[0], str)
                 else stored
             )
+            if isinstance(one, bytes) and one.startswith(_PLAIN_PICKLE):  # torchtitan's place in the data
+                one = unpickle(one, name)
             return frozenset(_paths(one, "", _DEPTH))
         if name.rpartition("/")[2] == METADATA_FILE:
             found = read_metadata((folder / name).parent)

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 class Runs:
     """Runs in folders of their own, each with a cluster of its own."""
 
+    timeout = 200
+
     def __init__(self, trainers: Path, folder: Path) -> None:
         path = os.pathsep.join(map(str, [PROJECT, trainers / "needs"]))
         self.environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -37,7 +39,7 @@ class Runs:
             file.unlink(missing_ok=True)
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "tests.trainers.ray_seam", job, str(root), str(root / f"{job}.json")],
-            env=self.environment, cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False,
+            env=self.environment, cwd=PROJECT, capture_output=True, text=True, timeout=self.timeout, check=False,
         )  # fmt: skip
         return (
             done.returncode,
@@ -95,9 +97,10 @@ def test_a_worker_is_killed_and_ray_goes_on(runs: Runs, alone: list[list[Any]]) 
 def test_workers_are_killed_at_random(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each start one worker, and Ray starts them anew; ``SEAM_KILLS`` starts, 4 unless more are asked for."""
     kills = int(os.environ.get("SEAM_KILLS", "4"))
-    for name, value in {"SEAM_KILLS": kills, "SEAM_LAST": 40 + 10 * kills, "SEED": random.randrange(1 << 30)}.items():
+    for name, value in {"SEAM_KILLS": kills, "SEAM_LAST": 40 + 20 * kills, "SEED": random.randrange(1 << 30)}.items():
         print(name, value)
         monkeypatch.setitem(runs.environment, name, str(value))
+    monkeypatch.setattr(runs, "timeout", 200 + 20 * kills)
     expected = dict(runs.losses("alone", "long")[0][0])
     status, _, said = runs("kills", "kills")
     assert status == 0, said[-5000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -44,3 +45,15 @@ def lines_of(trainers: Path, job: str, *arguments: str) -> list[str]:
     done = subprocess.run(command, env=env, cwd=PROJECT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_from_which_one_key_was_taken(trainers: Path, workers: int) -> None:
+    """torchdata stops at the first batch, or goes on with the same one; but for a sampler's own state, which no other key speaks of."""
+    (found,) = map(json.loads, lines_of(trainers, "torchdata_job", "keys", str(workers)))
+    assert len(found) > 8
+    sampler = "_sampler_iter_state/sampler_iter_state"
+    wrong = {key: seen for key, seen in found.items() if not key.endswith(sampler) and seen[0] != seen[1]}
+    assert not wrong
+    assert [seen for key, seen in found.items() if key.endswith(sampler)] == [["goes on", "another batch"]]

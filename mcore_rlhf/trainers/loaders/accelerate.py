@@ -27,6 +27,7 @@ from mcore_rlhf.trainers.conditions import (
     without,
 )
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 from . import accelerate_fsdp, deepspeed
 
@@ -101,6 +102,7 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     Habit((Thing.DATA,), _IGNORED, "dl_state_dict.bin is read with use_stateful_dataloader alone", "277",
         both(has("dl_state_dict*.bin"), refused(_STATEFUL))),
     Habit((Thing.DATA,), _REFUSED, "{file} {wrong}: loading it fails", "277", broken("dl_state_dict*.bin")),
+    Habit((Thing.DATA,), _REFUSED, STOPS, "277", stops_at("dl_state_dict*.bin"), True),
     Habit((Thing.DATA,), _RESTORED, "dl_state_dict.bin, where the run has use_stateful_dataloader", "277", has("dl_state_dict*.bin")),
     Habit((Thing.DATA,), _ABSENT, "the place in the data is not stored: the script goes forward itself (skip_first_batches)", "265"),
 )  # fmt: skip

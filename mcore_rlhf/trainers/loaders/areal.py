@@ -28,6 +28,7 @@ from mcore_rlhf.trainers.conditions import (
     without,
 )
 from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER)
@@ -135,6 +136,7 @@ ROWS = rows_of(
         both(_of_fsdp, lambda seen: other_dtype(f"{seen.role or 'actor'}.optimizer_dtype")(seen))),
     Habit((Thing.COUNTERS,), _RESTORED, "global_step; and how often it saves, evaluates and writes such a checkpoint is what recover_info "
         "says, whatever the configuration does", _LOAD, ran=True),
+    Habit((Thing.DATA,), _REFUSED, STOPS, _LOAD, stops_at(TRAINER.data), True),
     Habit((Thing.DATA,), _RESTORED, TRAINER.data, _LOAD, _begun, True),
     Habit((Thing.DATA,), _ANEW, f"{TRAINER.data} is of a loader that has given nothing yet: the data begin anew", _LOAD, ran=True),
 )  # fmt: skip

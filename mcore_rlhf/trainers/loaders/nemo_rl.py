@@ -24,6 +24,7 @@ from mcore_rlhf.trainers.conditions import (
 from mcore_rlhf.trainers.loaders.megatron import lies_flat
 from mcore_rlhf.trainers.nemo_rl import TRAINER
 from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _PATHS = "utils/checkpoint.py:191 (get_resume_paths)"
@@ -139,6 +140,7 @@ ROWS = rows_of(
         lambda seen: next((found for name in _data(seen) if (found := _of_step(seen, name))), None)),
     Habit((Thing.DATA,), _ANEW, "train_dataloader….pt is empty: the data from the start; nothing is said",
         "algorithms/grpo.py:592 (init_train_dataloader)", lambda seen: not any(map(seen.keys, _data(seen)))),
+    Habit((Thing.DATA,), _REFUSED, STOPS, "algorithms/grpo.py:592 (init_train_dataloader)", stops_at("train_dataloader*.pt"), True),
     Habit((Thing.DATA,), _RESTORED, "train_dataloader….pt", "algorithms/grpo.py:592 (init_train_dataloader)"),
     Habit((Thing.RNG,), _IGNORED, "Megatron's files have random states, and load_rng is False: those of the seed",
         "models/megatron/setup.py:1281 (_create_checkpoint_config)", lambda seen: _on_megatron(seen) and seen.held.rng),

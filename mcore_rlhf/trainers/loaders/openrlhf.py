@@ -9,6 +9,7 @@ from __future__ import annotations
 from mcore_rlhf.trainers.conditions import refused, without
 from mcore_rlhf.trainers.openrlhf import TRAINER
 from mcore_rlhf.trainers.resuming import EVERYTHING, Habit, Loader, Outcome, Seen, Thing, rows_of
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 from . import deepspeed
 
@@ -37,6 +38,8 @@ ROWS = (
         Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "the client state has no {keys}: a KeyError", "ppo_trainer.py:507 (fit)", _unsaid),
         Habit((Thing.DATA,), _ANEW, "the actor's data_loader_state_dict is empty: the data from the start; nothing is said",
             "ppo_trainer.py:517 (fit)", _without_place),
+        Habit((Thing.DATA,), _REFUSED, STOPS, "ppo_trainer.py:518 (fit)",
+            stops_at("*mp_rank_00_model_states.pt", inside="data_loader_state_dict/"), True),
         Habit((Thing.DATA,), _RESTORED, "data_loader_state_dict, in the actor's client state", "ppo_trainer.py:518 (fit)",
             lambda seen: not seen.held.problem),
         Habit((Thing.COUNTERS,), _RESTORED, "episode, global_step, total_consumed_prompts, in the actor's client state",

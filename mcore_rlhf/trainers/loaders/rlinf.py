@@ -22,6 +22,7 @@ from mcore_rlhf.trainers.conditions import (
 )
 from mcore_rlhf.trainers.resuming import EVERYTHING, OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
 from mcore_rlhf.trainers.rlinf import TRAINER
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _MODEL = (Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
@@ -73,6 +74,7 @@ ROWS = rows_of(
         lambda seen: "data/data.pt" not in seen.above),
     Habit((Thing.DATA,), _REFUSED, "data/data.pt {wrong}: loading it fails", _RUNNER,
         lambda seen: "data/data.pt" in seen.broken and {"wrong": seen.broken["data/data.pt"]}),
+    Habit((Thing.DATA,), _REFUSED, STOPS, _RUNNER, stops_at("data/data.pt"), True),
     Habit((Thing.DATA,), _RESTORED, "data/data.pt", _RUNNER),
 )  # fmt: skip
 

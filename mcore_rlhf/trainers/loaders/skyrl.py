@@ -37,6 +37,7 @@ from mcore_rlhf.trainers.resuming import (
     rows_of,
 )
 from mcore_rlhf.trainers.skyrl import TRAINER
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _MODEL, _OPTIM, _EXTRA = "model_world_size_*", "optim_world_size_*", "extra_state_world_size_*"
@@ -175,6 +176,7 @@ ROWS = rows_of(
         _above("data.pt", False), True),
     Habit((Thing.DATA,), _ANEW, "data.pt {wrong}: a logged warning, and the data from the start", _DRIVER.format("1777"),
         _broken_above("data.pt"), True),
+    Habit((Thing.DATA,), _REFUSED, STOPS, _DRIVER.format("1774"), stops_at("data.pt"), True),
     Habit((Thing.DATA,), _RESTORED, "data.pt", _DRIVER.format("1774"), ran=True),
 )  # fmt: skip
 

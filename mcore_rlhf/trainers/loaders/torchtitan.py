@@ -35,6 +35,7 @@ from mcore_rlhf.trainers.resuming import (
     Thing,
     rows_of,
 )
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 from mcore_rlhf.trainers.torchtitan import TRAINER
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
@@ -153,6 +154,8 @@ ROWS = rows_of(
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of training.dtype, moments too; nothing is said", "dcp_load",
         other_dtype("training.dtype"), True),
     Habit((Thing.COUNTERS,), _RESTORED, "train_state: step, tokens", "dcp_load", ran=True),
+    Habit((Thing.DATA,), _REFUSED, STOPS, "torchtitan/components/dataloader.py:142 (load_state_dict)",
+        lambda seen: not _excluded("dataloader")(seen) and stops_at(".metadata//dataloader.dp_rank_*")(seen)),
     Habit((Thing.DATA,), _RESTORED, "dataloader, of each data-parallel rank", "dcp_load", ran=True),
     Habit((Thing.RNG,), Outcome.ABSENT, "torchtitan stores no random states", "_states_to_load"),
 )  # fmt: skip

@@ -37,6 +37,7 @@ from mcore_rlhf.trainers.resuming import (
     Thing,
     rows_of,
 )
+from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 from mcore_rlhf.trainers.verl import TRAINER, TUNING
 
 from . import verl_megatron
@@ -192,6 +193,7 @@ ROWS = rows_of(
         lambda seen: "data.pt" not in seen.above),
     Habit((Thing.DATA,), _REFUSED, "data.pt {wrong}: loading it fails", _IN_DRIVER,
         lambda seen: "data.pt" in seen.broken and {"wrong": seen.broken["data.pt"]}),
+    Habit((Thing.DATA,), _REFUSED, STOPS, _IN_DRIVER, stops_at("data.pt"), True),
     Habit((Thing.DATA,), _RESTORED, "data.pt; at the end of an epoch it is not read, as the next begins anew",
         _IN_DRIVER),
 )  # fmt: skip
@@ -223,6 +225,7 @@ TUNED = rows_of(
     Habit((Thing.DATA,), _ANEW, "{file} is not there ({ranks} ranks): a printed warning, and its rank's data from the start; "
         "sft_trainer_ray has one for all",
         _IN_HANDLER.format("188 (_load_dataloader_state)"), _data_lacks, True),
+    Habit((Thing.DATA,), _REFUSED, STOPS, _IN_HANDLER.format("178 (_load_dataloader_state)"), stops_at(TUNING.data.format(rank="*")), True),
     Habit((Thing.DATA,), _RESTORED, f"{TUNING.data} of each data-parallel rank", _IN_HANDLER.format("178 (_load_dataloader_state)"),
         ran=True),
 )  # fmt: skip

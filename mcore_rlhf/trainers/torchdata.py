@@ -1,0 +1,90 @@
+"""What torchdata's ``StatefulDataLoader`` asks for in the state that it is given: most trainers store their place in the data so.
+
+It takes any state, and looks into it when the first batch is asked for. Source: torchdata 0.11.0,
+``torchdata/stateful_dataloader/stateful_dataloader.py`` (``load_state_dict`` of ``_StatefulSingleProcessDataLoaderIter``,
+``_restore_main_state`` and ``__init__`` of ``_StatefulMultiProcessingDataLoaderIter``), ``worker.py`` (``_worker_loop``), ``sampler.py``
+(``RandomSampler``, ``BatchSampler``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+
+from .resuming import INSIDE, Seen
+
+_SAMPLING = (
+    "_index_sampler_state",
+    "_sampler_iter_state",
+    "_sampler_iter_yielded",
+    "_IterableDataset_len_called",
+    "_shared_seed",
+)
+_ALONE = (*_SAMPLING, "_num_yielded", "dataset_state", "_iterator_finished")
+_MAIN, _WORKERS = "_snapshot/_main_snapshot/", "_snapshot/_worker_snapshots/"
+_WITH_WORKERS = (
+    "_snapshot", "_steps_since_snapshot", "_iterator_finished", "_snapshot/_snapshot_step", "_snapshot/_last_yielded_worker_id",
+    _MAIN[:-1], *(_MAIN + key for key in (*_SAMPLING, "_num_workers", "_base_seed")),
+)  # fmt: skip
+_OF_WORKER = ("worker_id", "dataset_state", "fetcher_state")
+_OF_RANDOM = {"yielded", "generator"}
+STOPS = "{file} has no {key}: it is loaded, and torchdata stops when the first batch is asked for"
+
+
+def stops_at(*patterns: str, inside: str = "") -> Callable[[Seen], object]:
+    """Files that fit hold such a state, of which something is gone: ``{file}`` and ``{key}``.
+
+    Args:
+        patterns: Of files, in the model's folder or the step's; see :meth:`.Seen.places`.
+        inside: A key with a ``/`` behind it, in which the state lies.
+    """
+
+    def when(seen: Seen) -> object:
+        beside = [name for name in sorted(seen.above) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        for name in dict.fromkeys([*seen.places(*patterns), *beside]):
+            there = {key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)}
+            if key := missing(there):
+                return {"file": name.replace(INSIDE, ": "), "key": inside + key}
+        return None
+
+    return when
+
+
+def missing(there: Collection[str]) -> str:
+    """The first key of a state that it asks for and that is gone; empty where there is none, or that is no such state.
+
+    Args:
+        there: Its keys, each with those above it: ``_snapshot/_snapshot_step``.
+    """
+    several = any(key.startswith("_snapshot") or key == "_steps_since_snapshot" for key in there)
+    asked = _WITH_WORKERS if several else _ALONE
+    if not {*asked} & {*there}:
+        return ""
+    gone = [key for key in asked if key not in there]
+    return next(iter([*gone, *_of_sampler(there, _MAIN if several else ""), *_of_workers(there)]), "")
+
+
+def _of_sampler(there: Collection[str], at: str) -> list[str]:
+    """Of a batch sampler's state, and of a random sampler's in it; a sampler of somebody else's has what it has."""
+    state = f"{at}_sampler_iter_state/"
+    inner = {key.removeprefix(state) for key in there if key.startswith(state)}
+    of_random = {key.removeprefix("sampler_iter_state/") for key in inner if "/" in key}
+    gone = {"samples_yielded"} - inner if inner else set[str]()
+    gone |= (
+        {f"sampler_iter_state/{key}" for key in _OF_RANDOM - of_random}
+        if of_random and of_random < _OF_RANDOM
+        else set()
+    )
+    return [state + key for key in sorted(gone)]
+
+
+def _of_workers(there: Collection[str]) -> list[str]:
+    names = {key.removeprefix(_WORKERS) for key in there if key.startswith(_WORKERS)}
+    workers = {name for name in names if "/" not in name}
+    wanted = [f"worker_{number}" for number in range(len(workers))]
+    return [_WORKERS + one for one in wanted if one not in workers] + [
+        f"{_WORKERS}{worker}/{key}"
+        for worker in sorted(workers)
+        for key in _OF_WORKER
+        if f"{worker}/{key}" not in names
+    ]
