@@ -2,7 +2,9 @@
 
 ``python -m tests.reference.accelerate_less SHARDED_STATE_DICT|FULL_STATE_DICT|ZERO-2|ZERO-3 FOLDER`` takes each thing in turn, and prints
 as JSON how many there were, and of which the two are not of one mind. Each load is into a new run, of which two steps are seen: the first
-loss shows the weights, the rate the schedule, what is drawn the random states, the second loss the moments.
+loss shows the weights, the rate the schedule, what is drawn the random states, the second loss the moments. With ``others`` behind it, and
+``NO`` as well, it loads instead what other backends have left in the folder, prints of each what is said and what was seen, and leaves its
+own there.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Run:
     """A model, its optimizer and schedule, prepared by accelerate."""
 
     def __init__(self, kind: str, seed: int) -> None:
-        self.accelerator: Any = _zero(kind) if kind.startswith("ZERO") else _fsdp(kind)
+        alone = Accelerator(cpu=True) if kind == "NO" else None
+        self.accelerator: Any = alone or (_zero(kind) if kind.startswith("ZERO") else _fsdp(kind))
         torch.manual_seed(seed)
         made = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         adam = torch.optim.AdamW(made.parameters(), lr=1e-2)
@@ -117,13 +120,31 @@ def agrees(kind: str, folder: Path, wanted: Went, *, rated: bool = True) -> bool
     return same and (not found.doubtful or kind.startswith("ZERO"))  # a reader of ours needs more than DeepSpeed
 
 
-def main(kind: str, folder: Path) -> dict[str, Any]:
+_CALLED = {"NO": "NO", "SHARDED_STATE_DICT": "FSDP", "ZERO-2": "DEEPSPEED"}
+"""What ``accelerate config`` calls each backend."""
+
+
+def of_others(kind: str, folder: Path) -> dict[str, list[bool]]:
+    """Of steps that other backends saved: whether the configuration is said to stop at each, and whether loading it does."""
+    found = {}
+    for step in sorted(folder.glob("*/step_2")):
+        told = forecast(step, loader_named("accelerate")[0], Settings({"distributed_type": _CALLED[kind]}), 1)
+        found[step.parent.name] = [told.stops, loaded(kind, step) is None]
+    run = Run(kind, 1)
+    run.train(0)
+    run.accelerator.save_state(str(folder / kind / "step_2"))
+    return found
+
+
+def main(kind: str, folder: Path, *others: str) -> dict[str, Any]:
     """All of it."""
     if kind.startswith("ZERO"):
         from tests.reference.accelerate_zero import on_the_cpu
 
         on_the_cpu()
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store-{os.getpid()}"), 1), rank=0, world_size=1)
+    if others:
+        return of_others(kind, folder)
     run, step = Run(kind, 1), folder / "run" / "step_2"
     run.train(0)
     torch.manual_seed(55)
@@ -144,5 +165,5 @@ if __name__ == "__main__":
     signal.alarm(240)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))), flush=True)
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])), flush=True)
     os._exit(0)

@@ -394,3 +394,13 @@ def test_accelerate_with_fsdp_or_deepspeed_each_file_and_each_key_taken(
     found = json.loads(next((line for line in printed.splitlines() if line.startswith("{")), "{}"))
     assert (found.get("whole"), found.get("wrong")) == (True, [])
     assert found["count"] > 40
+
+
+def test_accelerate_on_another_backend_than_the_steps(forked_ranks: ForkedRanks, tmp_path: Path) -> None:
+    """Alone, with FSDP, with DeepSpeed: each loads its own, and stops at what the others saved; as is said of each."""
+    kinds = ("NO", "SHARDED_STATE_DICT", "ZERO-2")
+    for kind in (*kinds, *kinds[:2]):
+        printed = forked_ranks.run(1, "tests.reference.accelerate_less", kind, str(tmp_path), "others", store=False)
+        found = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+        assert found == {other: [other != kind, other != kind] for other in found}, kind
+    assert {*found} == {*kinds}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,7 @@ def test_back_from_there(run: tuple[str, Path, Seen], config: Path, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), [(2, 1), (3, 2)])
-def test_an_adapter_goes_on_under_deepspeed(stage: int, world: int, tmp_path: Path) -> None:
+def test_an_adapter_goes_on_under_deepspeed(ranks: Ranks, stage: int, world: int, tmp_path: Path) -> None:
     """The Trainer saves it without its base, loads it so, and has its schedule in DeepSpeed's own file."""
     whole = ranks("adapter", stage, world, tmp_path / "run")
     step = tmp_path / "run" / STEPS["transformers"]
@@ -131,3 +132,12 @@ def test_an_adapter_goes_on_under_deepspeed(stage: int, world: int, tmp_path: Pa
         assert folder is not None
         assert forecast(folder, loader_named("transformers")[0], Settings(), world).resumes
     assert ranks("adapter", stage, world, tmp_path / "seen", Path(str(done.published))) == whole[3:]
+
+
+def test_deepspeed_stops_at_a_step_without_its_files(ranks: Ranks, tmp_path: Path) -> None:
+    """As is said of the Trainer with a configuration that names DeepSpeed's, and a step that was saved without."""
+    saved = Path(__file__).parents[1] / "goldens" / "transformers" / "checkpoint-2"
+    step = Path(shutil.copytree(saved, tmp_path / "run" / saved.name))
+    assert forecast(step, loader_named("transformers")[0], Settings({"deepspeed": "zero.json"}), 1).stops
+    with pytest.raises(AssertionError, match="Can't find a valid checkpoint"):
+        ranks("transformers", 2, 1, tmp_path / "seen", step)

@@ -16,6 +16,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
+from mcore_rlhf.trainers.skyrl import TRAINER
 from tests.trainers import lab as labs
 
 RELEASE, STEP = "skyrl-0.3.0", "global_step_3"
@@ -165,3 +166,22 @@ def test_its_other_trainers_go_on(lab: Lab, kind: str) -> None:
     target, job = lab.convert(run, "skyrl", f"{kind}-same")
     assert job.lossless
     assert [learnt(seen) for seen in lab.goes_on(target, kind=kind)] == [learnt(wanted)]
+
+
+def test_another_strategy_than_the_steps(lab: Lab) -> None:
+    """FSDP's loader looks for rank files where Megatron's has ``dist_ckpt``, and the other way round: both stop, as is said."""
+    fsdp, folder = lab.trained(1)[0] / STEP, lab.folder / "other-strategy" / STEP
+    how = {"parallel": {"tp": 1}, "fully": True}
+    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+    lab.run("skyrl_megatron_job", needed, 1, [("train", 3), ("save", folder / "policy")], **how)
+    torch.save({"global_step": 3}, folder / "trainer_state.pt")
+    (folder.parent / TRAINER.tracker).write_text("3")
+    (on_fsdp,) = lab.carry_out(1, [("attempt", folder)])
+    (on_megatron,) = lab.run("skyrl_megatron_job", needed, 1, [("attempt", fsdp / "policy")], **how)
+    assert "model_world_size_1_rank_0.pt" in on_fsdp["failed"]
+    assert "failed" in on_megatron
+    for step, strategy in ((folder, "fsdp2"), (fsdp, "megatron")):
+        found = forecast(step, loader_named("skyrl")[0], Settings({"trainer.strategy": strategy}), 1)
+        (weights,) = [one for one in found.roles["actor"] if one.thing is Thing.WEIGHTS]
+        assert found.stops
+        assert f"trainer.strategy is {strategy}, whose loader finds none of its files" in weights.why

@@ -42,7 +42,7 @@ _RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
 
 ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
-    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, OTHER_BACKEND, "239", other_backend(_BACKENDS, "distributed_type")),
+    Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, OTHER_BACKEND, "239", other_backend(_BACKENDS, "distributed_type"), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "239", broken("model*.safetensors", "pytorch_model*"), True),
     Habit((Thing.WEIGHTS,),
         _REFUSED, "neither model.safetensors nor pytorch_model.bin is there; weights in several files are not looked for",

@@ -125,7 +125,7 @@ ROWS = rows_of(
     Habit(EVERYTHING, _REFUSED, f"{_ASYNC} is not there: its fully asynchronous trainer stops with an AssertionError",
         "train/fully_async_trainer.py:1137 (load_checkpoints)", _fully_async, True),
     Habit(_OF_MODEL, _REFUSED, OTHER_BACKEND, "train/entrypoints/main_base.py:262 (_setup_trainer)",
-        other_backend(_BACKENDS, "trainer.strategy", "strategy")),
+        other_backend(_BACKENDS, "trainer.strategy", "strategy"), True),
     *_of_file(_OF_MODEL, _REFUSED, "model", "a FileNotFoundError; as many ranks must load as saved", "490"),
     *_of_file(_OF_MODEL, _REFUSED, "extra_state", "a FileNotFoundError; as many ranks must load as saved", "492"),
     *_of_file(OF_OPTIMIZER, _ANEW, "optim", "its rank's moments begin at zero, with the configured groups; nothing is said", "508"),

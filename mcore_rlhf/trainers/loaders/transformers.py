@@ -93,7 +93,7 @@ ROWS = _OF_OTHERS + rows_of(
         "3640 (_load_from_checkpoint)", both(has("pytorch_model_fsdp*"), refused("fsdp"))),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER, Thing.SCHEDULER), _REFUSED, "deepspeed is given, and no global_step… of its own is there: "
         "“Can't find a valid checkpoint”", "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)",
-        both(lacks("global_step*/*"), _by_deepspeed)),
+        both(lacks("global_step*/*"), _by_deepspeed), True),
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, "latest is not there: DeepSpeed knows no tag, and the trainer stops",
         "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)", both(has("global_step*/*"), lacks("latest"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
