@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from mcore_rlhf import iter_weights
+from mcore_rlhf import iter_weights, weights
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.options import WriteOptions
@@ -234,3 +236,21 @@ def test_who_stops_early_leaves_nothing_behind() -> None:
     while any(thread.name == "mcore_rlhf weights" for thread in threading.enumerate()):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_gaps_are_said_once_however_often_the_disk_is_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, tries = weights._wanted, list[int]()
+
+    def failing(*given: Any) -> Any:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return own(*given)
+
+    monkeypatch.setattr(weights, "_wanted", failing)
+    monkeypatch.setattr(weights, "gaps", lambda source: iter(["layer 3 is missing"]))
+    next(iter_weights(MEGATRON))
+    assert len(tries) == 3
+    assert sum("layer 3 is missing" in record.message for record in caplog.records) == 1
