@@ -36,6 +36,7 @@ from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
+from mcore_rlhf.trainers.torch_optimizers import ON
 from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
@@ -400,6 +401,8 @@ def _tree_of(folder: ReadablePath, name: str) -> object:
 def _paths(value: object, at: str, depth: int) -> Iterator[str]:
     if at:
         yield at
+    if at and isinstance(value, bool | int | float) and value:
+        yield f"{at}/{ON}"
     listed = value if isinstance(value, list | tuple) else ()
     names = bool(listed) and all(isinstance(one, str) for one in listed)  # a list of names is asked for them
     inner = value if isinstance(value, Mapping) else dict.fromkeys(listed) if names else dict(enumerate(listed))
