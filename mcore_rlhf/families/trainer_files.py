@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import Incomplete, Unsupported
@@ -66,6 +66,15 @@ class RunFiles:
     optimizers: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()
     called: str = ""
+
+    def of_model(self, number: int) -> RunFiles:
+        """The same for one of several models, as accelerate counts them: ``optimizer_1.bin``.
+
+        Args:
+            number: Which, from 0.
+        """
+        names = (name.replace(".", f"{numbered(number)}.") for name in (self.optimizer, self.scheduler))
+        return replace(self, **dict(zip(("optimizer", "scheduler"), names, strict=True)))
 
     def lie_in(self, folder: ReadablePath) -> bool:
         """Whether schedule or random states lie in a folder under these names."""
@@ -163,6 +172,11 @@ ACCELERATE: RunFiles = RunFiles(
     "dl_state_dict.bin", "custom_checkpoint_*.pkl", "and a script that prepares a scheduler stops there",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
+
+
+def numbered(number: int) -> str:
+    """What stands in the names of files of one of several models, which has that number, from 0."""
+    return f"_{number}" if number else ""
 
 
 def of_ranks(count: int) -> str:

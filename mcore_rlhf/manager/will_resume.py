@@ -20,7 +20,7 @@ from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
-from mcore_rlhf.formats.registry import is_model, open_without_manifest
+from mcore_rlhf.formats.registry import is_model, open_without_manifest, roles_in
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.folder import object_in
@@ -418,10 +418,15 @@ def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, s
 
 
 def held_by(folder: ReadablePath) -> Held:
-    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there."""
+    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there.
+
+    Of several models in one folder it is the first one's, unless another cannot be opened.
+    """
     try:
         with passed_over():
-            source = open_without_manifest(folder, ReadOptions(values=False))
+            roles = roles_in(folder) if folder.is_dir() else []
+            opened = [open_without_manifest(folder, ReadOptions(role=role, values=False)) for role in roles or (None,)]
+            source = next((one for one in opened if one.unread), opened[0])
             inventory = inventory_of(source)
     except CheckpointError as error:
         return Held(headline(str(error)).replace(f"{folder}/", ""), isinstance(error, Incomplete))

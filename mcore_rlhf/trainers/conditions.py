@@ -238,9 +238,10 @@ def unrated(pattern: str, groups: str, inside: str = "") -> Callable[[Seen], obj
 
     def when(seen: Seen) -> object:
         files = [name for name in seen.matching(groups) if name not in seen.broken]
-        dealt = max((len({*filter(None, map(_group_in, seen.keys(name)))}) for name in files), default=0)
+        counts = {name: len({*filter(None, map(_group_in, seen.keys(name)))}) for name in files}
         for name in seen.matching(pattern):
-            there = seen.keys(name)
+            there, own = seen.keys(name), _NUMBER.findall(name)
+            dealt = max((many for one, many in counts.items() if _NUMBER.findall(one) == own), default=0)
             if {f"{inside}base_lrs", f"{inside}lr_lambdas"} <= there:
                 rates, lambdas = (_items(there, inside + key) for key in ("base_lrs", "lr_lambdas"))
                 wanted = dealt or lambdas
@@ -251,6 +252,7 @@ def unrated(pattern: str, groups: str, inside: str = "") -> Callable[[Seen], obj
     return when
 
 
+_NUMBER = re.compile(r"_(\d+)\.bin$")  # of several optimizers that one Accelerator prepared, and of their schedules
 UNRATED = "{file} has {there} base_lrs for {wanted} param groups: it is loaded, and the next step of LambdaLR fails"
 """What is said of one. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.get_lr``: ``zip`` with ``strict``)."""
 
