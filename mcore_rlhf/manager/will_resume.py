@@ -20,6 +20,7 @@ from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
+from mcore_rlhf.families.trainer_files import OWN_ARGUMENTS
 from mcore_rlhf.formats.registry import is_model, open_without_manifest, roles_in
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
@@ -364,7 +365,18 @@ def _seen(
     shown = trainer.step_of(step.name)
     named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
     near = {name: wrong_with(step.parent, name) or "" for name in named if is_there(step.parent / name)}
-    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys, near)
+    held = held_by(place)
+    if OWN_ARGUMENTS in files:
+        held = replace(held, args=_own_arguments(place))
+    return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near)
+
+
+def _own_arguments(folder: ReadablePath) -> Mapping[str, object]:
+    """What transformers' Trainer keeps of the arguments that it was given; nothing where that cannot be read."""
+    with suppress(CheckpointError, OSError, ValueError):
+        kept = getattr(_tree_of(folder, OWN_ARGUMENTS), "stub_state", None)
+        return {key: value for key, value in kept.items() if isinstance(key, str)} if isinstance(kept, Mapping) else {}
+    return {}
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
