@@ -75,8 +75,8 @@ class RunFiles:
         Args:
             number: Which, from 0.
         """
-        names = (name.replace(".", f"{numbered(number)}.") for name in (self.optimizer, self.scheduler))
-        return replace(self, **dict(zip(("optimizer", "scheduler"), names, strict=True)))
+        optimizer, scheduler = (name.replace(".", f"{numbered(number)}.") for name in (self.optimizer, self.scheduler))
+        return replace(self, optimizer=optimizer, scheduler=scheduler)
 
     def lie_in(self, folder: ReadablePath) -> bool:
         """Whether schedule or random states lie in a folder under these names."""

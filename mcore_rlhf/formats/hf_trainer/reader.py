@@ -251,6 +251,12 @@ class _RunReader:
         values = self._tree(SCALER)
         if not isinstance(values, Mapping) or "scale" not in values:
             return None
+        back, growth = values.get("backoff_factor", 0.5), values.get("growth_factor", 2.0)
+        if not (isinstance(back, int | float) and isinstance(growth, int | float) and back * growth == 1):
+            text = (
+                f"{SCALER}: backoff_factor {back!r}: all formats go back by as much as they grow, which is {growth!r}"
+            )
+            self.notes.add(Fate.LOST, text)
         return scaler_of(
             {
                 "dynamic_loss_scale": True, "cur_scale": values["scale"], "cur_iter": iteration,

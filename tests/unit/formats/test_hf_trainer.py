@@ -161,6 +161,15 @@ def test_what_no_optimizer_of_megatrons_keeps_is_said_and_never_put_where_it_can
         convert(folder, tmp_path / "sgd", options(optimizer="distributed"))
 
 
+@pytest.mark.parametrize("back", [0.5, 0.25])
+def test_a_loss_scale_that_goes_back_by_more_than_it_grows_is_said(back: float, folder: Path, tmp_path: Path) -> None:
+    kept = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": back, "growth_interval": 3, "_growth_tracker": 2}
+    torch.save(kept, folder / "scaler.pt")
+    job = convert(folder, tmp_path / "same" / "checkpoint-2", options("hf-trainer"))
+    assert any("backoff_factor 0.25" in text for text in job.account.lost) == (back != 0.5)
+    assert (torch.load(tmp_path / "same" / "checkpoint-2" / "scaler.pt") == kept) == (back == 0.5)
+
+
 @pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
 def test_sgd_without_momentum_comes_back_with_its_groups(to: str, folder: Path, tmp_path: Path) -> None:
     """It has no state of its own; ``torch_dist`` of it was "not understood"."""
