@@ -221,6 +221,19 @@ def test_accelerate_goes_on_with_each_of_two_models_that_it_saved_together(role:
     assert restored[Thing.SCHEDULER] is restored[Thing.OPTIMIZER] is Outcome.RESTORED
 
 
+@pytest.mark.parametrize(
+    "gone", ["model.safetensors", "optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", ""]
+)
+def test_will_resume_misses_what_accelerate_misses_of_two_models(gone: str, tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    actor_and_critic(save=saved)
+    if gone:
+        (saved / gone).unlink()
+        with pytest.raises(FileNotFoundError):
+            actor_and_critic(resume=saved)
+    assert forecast(saved, loader_named("accelerate")[0], Settings(), None).stops == bool(gone)
+
+
 def test_models_and_optimizers_that_do_not_belong_together_are_refused_by_name(tmp_path: Path) -> None:
     saved = tmp_path / "step_2"
     actor_and_critic(save=saved)

@@ -20,8 +20,8 @@ from mcore_rlhf.storage.paths import ReadablePath
 
 from .reader import read_run
 
-_MODEL = re.compile(r"(?:model|pytorch_model)_([1-9]\d{0,3})\.(?:safetensors|bin)")
-_OPTIMIZER = re.compile(r"optimizer_([1-9]\d{0,3})\.bin")
+_MODEL = re.compile(r"(?:model|pytorch_model)_([1-9]\d?)\.(?:safetensors|bin)")
+_OPTIMIZER = re.compile(r"optimizer_([1-9]\d?)\.bin")
 _HEADS = ("score.weight", "v_head.weight", "v_head.summary.weight")
 ACTOR, CRITIC = "actor", "critic"
 Numbered = Callable[[int], Format]
