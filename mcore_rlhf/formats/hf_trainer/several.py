@@ -13,10 +13,11 @@ from dataclasses import replace
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, StoredFile
+from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import RunFiles, numbered
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .reader import read_run
 
