@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import Incomplete, Unsupported
@@ -23,6 +23,8 @@ from mcore_rlhf.storage.record_file import StoredFile
 
 from .fsdp.state import random_states
 
+OWN_ARGUMENTS = "training_args.bin"
+"""The pickled arguments that transformers' Trainer was given; its loader does not look at them."""
 RankStates = Mapping[str, object]
 """The random states of a rank, by generator."""
 
@@ -66,6 +68,15 @@ class RunFiles:
     optimizers: tuple[str, ...] = ()
     schedulers: tuple[str, ...] = ()
     called: str = ""
+
+    def of_model(self, number: int) -> RunFiles:
+        """The same for one of several models, as accelerate counts them: ``optimizer_1.bin``.
+
+        Args:
+            number: Which, from 0.
+        """
+        optimizer, scheduler = (name.replace(".", f"{numbered(number)}.") for name in (self.optimizer, self.scheduler))
+        return replace(self, optimizer=optimizer, scheduler=scheduler)
 
     def lie_in(self, folder: ReadablePath) -> bool:
         """Whether schedule or random states lie in a folder under these names."""
@@ -163,6 +174,11 @@ ACCELERATE: RunFiles = RunFiles(
     "dl_state_dict.bin", "custom_checkpoint_*.pkl", "and a script that prepares a scheduler stops there",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
+
+
+def numbered(number: int) -> str:
+    """What stands in the names of files of one of several models, which has that number, from 0."""
+    return f"_{number}" if number else ""
 
 
 def of_ranks(count: int) -> str:

@@ -43,6 +43,7 @@ from .dcp import FORMAT as DCP
 from .deepspeed import FORMAT as DEEPSPEED
 from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
+from .hf import HuggingFaceFormat
 from .hf_trainer import HfRunFormat
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import MegatronDistFormat
@@ -52,7 +53,7 @@ from .universal import FORMAT as UNIVERSAL
 
 _WEIGHTS = (HF, PEFT, APART)
 MEGATRON_DIST = MegatronDistFormat(HF, MEGATRON)
-HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS)
+HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat)
 FORMATS: tuple[Format, ...] = (
     MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,
 )  # fmt: skip

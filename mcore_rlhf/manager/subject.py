@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Unreadable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder
+from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder, roles_in
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
@@ -312,7 +313,7 @@ def whole_step(path: ReadablePath, options: ReadOptions) -> Subject | None:
     """
     path = checkpoint_path(path)
     if not path.is_dir() or is_model(path):
-        return None
+        return _of_roles(path, options) if path.is_dir() else None
     found = _opened(path, options) if _is_step(path) else None
     other = None if found is not None and former_of(found) is None else step_at(path)
     if found is not None and found.models:
@@ -413,10 +414,17 @@ def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
     step.refuse_contradiction()
     models = {} if step.trainer.alone else step.models()
     if not models:
-        return None
+        return _of_roles(step.folder, options, step.step)
     manifest = steps.read_manifest(step.folder) if is_there(step.folder / steps.MANIFEST) else None
     others = _beside_of(step, models.values())
     return Subject(step.folder, models, options, step.step, manifest, others)
+
+
+def _of_roles(folder: ReadablePath, options: ReadOptions, number: int = 0) -> Subject | None:
+    """A folder whose format says that it has several models; None where it has one."""
+    roles = roles_in(folder)
+    step = number or named_step(folder) or 0
+    return Subject(folder, dict.fromkeys(roles, folder), options, step) if len(roles) > 1 else None
 
 
 def _beside_of(step: TrainerStep, models: Collection[ReadablePath]) -> tuple[str, ...]:

@@ -20,7 +20,8 @@ from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
-from mcore_rlhf.formats.registry import is_model, open_without_manifest
+from mcore_rlhf.families.trainer_files import OWN_ARGUMENTS
+from mcore_rlhf.formats.registry import is_model, open_without_manifest, roles_in
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.folder import object_in
@@ -36,6 +37,7 @@ from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
+from mcore_rlhf.trainers.torch_optimizers import ON
 from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
@@ -363,7 +365,18 @@ def _seen(
     shown = trainer.step_of(step.name)
     named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
     near = {name: wrong_with(step.parent, name) or "" for name in named if is_there(step.parent / name)}
-    return Seen(role, frozenset(files), frozenset(above), broken, held_by(place), settings, world, number, keys, near)
+    held = held_by(place)
+    if OWN_ARGUMENTS in files:
+        held = replace(held, args=_own_arguments(place))
+    return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near)
+
+
+def _own_arguments(folder: ReadablePath) -> Mapping[str, object]:
+    """What transformers' Trainer keeps of the arguments that it was given; nothing where that cannot be read."""
+    with suppress(CheckpointError, OSError, ValueError):
+        kept = getattr(_tree_of(folder, OWN_ARGUMENTS), "stub_state", None)
+        return {key: value for key, value in kept.items() if isinstance(key, str)} if isinstance(kept, Mapping) else {}
+    return {}
 
 
 def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
@@ -402,6 +415,8 @@ def _tree_of(folder: ReadablePath, name: str) -> object:
 def _paths(value: object, at: str, depth: int) -> Iterator[str]:
     if at:
         yield at
+    if at and isinstance(value, bool | int | float) and value:
+        yield f"{at}/{ON}"
     listed = value if isinstance(value, list | tuple) else ()
     names = bool(listed) and all(isinstance(one, str) for one in listed)  # a list of names is asked for them
     inner = value if isinstance(value, Mapping) else dict.fromkeys(listed) if names else dict(enumerate(listed))
@@ -417,10 +432,15 @@ def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, s
 
 
 def held_by(folder: ReadablePath) -> Held:
-    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there."""
+    """What a reader finds in a model's folder, apart from what waits beside it for the way back: no trainer looks there.
+
+    Of several models in one folder it is the first one's, unless another cannot be opened.
+    """
     try:
         with passed_over():
-            source = open_without_manifest(folder, ReadOptions(values=False))
+            roles = roles_in(folder) if folder.is_dir() else []
+            opened = [open_without_manifest(folder, ReadOptions(role=role, values=False)) for role in roles or (None,)]
+            source = next((one for one in opened if one.unread), opened[0])
             inventory = inventory_of(source)
     except CheckpointError as error:
         return Held(headline(str(error)).replace(f"{folder}/", ""), isinstance(error, Incomplete))

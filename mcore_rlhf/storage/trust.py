@@ -107,6 +107,17 @@ WRITTEN: dict[str, Form] = {
     **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", Form.OBJECT),
     "skyrl.train.config.sft_config.TrainOnWhat": Form.MEMBER,
     **_below("trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", Form.OBJECT),
+    **_below("trl.trainer", "kto_config.KTOConfig distillation_config.DistillationConfig", Form.OBJECT),
+    **_below(
+        "trl.experimental", "cpo.cpo_config.CPOConfig orpo.orpo_config.ORPOConfig gkd.gkd_config.GKDConfig", Form.OBJECT
+    ),
+    **_below(
+        "trl.experimental", "online_dpo.online_dpo_config.OnlineDPOConfig gold.gold_config.GOLDConfig", Form.OBJECT
+    ),
+    "llamafactory.hparams.training_args.TrainingArguments": Form.OBJECT,
+    **_below("axolotl.core.training_args", "AxolotlTrainingArguments AxolotlORPOConfig AxolotlKTOConfig", Form.OBJECT),
+    **_below("axolotl.core.training_args", "AxolotlCPOConfig AxolotlRewardConfig AxolotlPRMConfig", Form.OBJECT),
+    **_below("swift.trainers.arguments", "TrainingArguments Seq2SeqTrainingArguments", Form.OBJECT),
     **_below("transformers.utils.generic", "PaddingStrategy TensorType", Form.MEMBER),
     **_below(
         "accelerate.utils.dataclasses", "DistributedType SageMakerDistributedType ComputeEnvironment", Form.MEMBER
@@ -142,7 +153,8 @@ WRITTEN: dict[str, Form] = {
 Sources: megatron-core 0.19.2 and 0.16.1 (``core/safe_globals.py``, which lists what its own checkpoints name, and the enums of its
 arguments; ``optimizer/cpu_offloading/hybrid_optimizer.py``); DeepSpeed 0.19.8 (``runtime/zero``, ``runtime/fp16``, ``checkpoint``);
 Transformer Engine's recipes as megatron-core 0.19.2 lists them; transformers 5.23.0, accelerate 1.15.0, peft 0.21.2,
-omegaconf 2.4.0, TRL 0.23 (``trl/trainer``: the classes of its ``training_args.bin``);
+omegaconf 2.4.0, TRL 0.23 and 1.16.0 (``trl/trainer``, ``trl/experimental``: the classes of its ``training_args.bin``), LLaMA-Factory
+0.9.5, Axolotl 0.19.0 and ms-swift 4.6.0 (theirs);
 the pickles of every checkpoint in ``tests/goldens``."""
 
 _TENSORS = frozenset(f"torch._utils._rebuild_tensor_{version}" for version in ("v2", "v3"))

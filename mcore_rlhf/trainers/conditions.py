@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 
 from .resuming import INSIDE, MOST_RANKS, Seen
+from .torch_optimizers import lacking
 
 
 def lacks(*patterns: str) -> Callable[[Seen], object]:
@@ -72,7 +73,7 @@ def lacks_of(pattern: str, group: str, *lists: str) -> Callable[[Seen], object]:
 
 
 def stateless(pattern: str, inside: str = "", *, of_ranks: bool = False) -> Callable[[Seen], object]:
-    """An optimizer of the Adam family that fits has parameters without a state: ``{file}`` and ``{count}``.
+    """An optimizer that fits has parameters without a state, which then begin anew: ``{file}`` and ``{count}``.
 
     Args:
         pattern: Of its file.
@@ -86,9 +87,12 @@ def stateless(pattern: str, inside: str = "", *, of_ranks: bool = False) -> Call
         if of_ranks and len(names) > 1 and seen.held.optimizer and not seen.held.problem:
             return None
         for name in names:
-            params, states = _numbered(seen.keys(name), inside)
-            if gone := params - states.keys():
-                return {"file": name, "count": f"{len(gone)} of {len(params)}"}
+            keys = _inside(seen.keys(name), inside)
+            params, states = _numbered(keys)
+            known = lacking(keys)
+            count = len(params) if known is None else known.count
+            if gone := params - states.keys() if known is None else known.anew:
+                return {"file": name, "count": f"{len(gone)} of {count}"}
         return None
 
     return when
@@ -104,8 +108,12 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
 
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
-            _, states = _numbered(seen.keys(name), inside)
-            counts = Counter(key for keys in states.values() for key in keys)
+            keys = _inside(seen.keys(name), inside)
+            if (known := lacking(keys)) is not None and known.fails:
+                state = min(known.fails)
+                return {"file": name, "key": state, "count": f"{known.fails[state]} of {known.count}"}
+            _, states = _numbered(keys)
+            counts = Counter(key for held in states.values() for key in held)
             if "exp_avg_sq" in counts:
                 counts.setdefault("exp_avg", 0)
             short = {
@@ -131,7 +139,9 @@ def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
 
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
-            keys = [key.removeprefix(inside) for key in seen.keys(name) if key.startswith(inside)]
+            keys = _inside(seen.keys(name), inside)
+            if (known := lacking(keys)) is not None and known.field:
+                return {"file": name, "key": f"{inside}param_groups/{known.field}"}
             has_adam = any(key.endswith("/exp_avg") for key in keys)  # Adafactor has `exp_avg_sq` of vectors
             groups: dict[str, set[str]] = {}
             for found in filter(None, map(_GROUP.fullmatch, keys)):
@@ -166,9 +176,12 @@ _GROUP, _PARAM, _STATE, _ADAMS = (
 _ASKED_FOR, _OF_ADAM = {"params", "lr"}, {"betas", "eps", "weight_decay"}
 
 
-def _numbered(everything: frozenset[str], inside: str) -> tuple[set[int], dict[int, set[str]]]:
+def _inside(keys: frozenset[str], at: str) -> frozenset[str]:
+    return frozenset(key.removeprefix(at) for key in keys if key.startswith(at)) if at else keys
+
+
+def _numbered(keys: frozenset[str]) -> tuple[set[int], dict[int, set[str]]]:
     """The parameters of a torch optimizer's Adam groups, as it numbers them, and the keys of each one's state."""
-    keys = [key.removeprefix(inside) for key in everything if key.startswith(inside)]
     places = sorted((int(found[1]), int(found[2])) for key in keys if (found := _PARAM.fullmatch(key)))
     adams = {int(found[1]) for key in keys if (found := _ADAMS.fullmatch(key))}
     states: dict[int, set[str]] = {}
@@ -225,9 +238,10 @@ def unrated(pattern: str, groups: str, inside: str = "") -> Callable[[Seen], obj
 
     def when(seen: Seen) -> object:
         files = [name for name in seen.matching(groups) if name not in seen.broken]
-        dealt = max((len({*filter(None, map(_group_in, seen.keys(name)))}) for name in files), default=0)
+        counts = {name: len({*filter(None, map(_group_in, seen.keys(name)))}) for name in files}
         for name in seen.matching(pattern):
-            there = seen.keys(name)
+            there, own = seen.keys(name), _NUMBER.findall(name)
+            dealt = max((many for one, many in counts.items() if _NUMBER.findall(one) == own), default=0)
             if {f"{inside}base_lrs", f"{inside}lr_lambdas"} <= there:
                 rates, lambdas = (_items(there, inside + key) for key in ("base_lrs", "lr_lambdas"))
                 wanted = dealt or lambdas
@@ -238,6 +252,7 @@ def unrated(pattern: str, groups: str, inside: str = "") -> Callable[[Seen], obj
     return when
 
 
+_NUMBER = re.compile(r"_(\d+)\.bin$")  # of several optimizers that one Accelerator prepared, and of their schedules
 UNRATED = "{file} has {there} base_lrs for {wanted} param groups: it is loaded, and the next step of LambdaLR fails"
 """What is said of one. Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LambdaLR.get_lr``: ``zip`` with ``strict``)."""
 

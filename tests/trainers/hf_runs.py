@@ -158,6 +158,57 @@ def accelerated(trained: Any, save: Path | None = None, resume: Path | None = No
     return seen
 
 
+def critic(seed: int) -> Any:
+    """A tiny model that gives each word a value."""
+    torch.manual_seed(seed)
+    wanted = transformers.Qwen2Config(**SIZES, num_labels=1, classifier_dropout=0.0)
+    return transformers.Qwen2ForTokenClassification(wanted)
+
+
+def actor_and_critic(
+    save: Path | None = None, resume: Path | None = None, of: tuple[str, ...] = ("actor", "critic")
+) -> Seen:
+    """Train an actor and a critic, or one of them, that one Accelerator prepared, each with its optimizer and schedule.
+
+    Args:
+        save, resume: See :func:`accelerated`.
+        of: Which.
+    """
+    from accelerate import Accelerator
+
+    seen: Seen = []
+    with on_cpu():
+        accelerator, seed = Accelerator(cpu=True), 1 if resume is None else 9
+        made = {"actor": model(seed, tie_word_embeddings=False), "critic": critic(seed)}
+        models = [made[role] for role in of]
+        rates = {"actor": 1e-2, "critic": 2e-2}
+        optimizers = [
+            torch.optim.AdamW(_groups(made[role]) if role == "actor" else made[role].parameters(), lr=rates[role])
+            for role in of
+        ]
+        schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers]
+        prepared = accelerator.prepare(*models, *optimizers, *schedules)
+        count = len(of)
+        models, steppers = prepared[:count], prepared[count:]
+        if resume is not None:
+            accelerator.load_state(str(resume))
+        for step in range(0 if resume is None else HALF, STEPS):
+            batch = _batch(_data()[2 * step : 2 * step + 2])
+            losses = []
+            for role, trained in zip(of, models, strict=True):
+                found = trained(**batch) if role == "actor" else trained(input_ids=batch["input_ids"])
+                losses.append(found.loss if role == "actor" else (found.logits - 0.5).square().mean())
+                accelerator.backward(losses[-1])
+            seen.append((*(loss.item() for loss in losses), *(one.get_last_lr()[0] for one in steppers[count:])))
+            for one in steppers:
+                one.step()
+            for one in steppers[:count]:
+                one.zero_grad()
+            if save is not None and step + 1 == HALF:
+                accelerator.save_state(str(save))
+    return seen
+
+
 def _groups(trained: Any) -> list[dict[str, Any]]:
     still = ("bias", "norm.weight")
     named = list(trained.named_parameters())

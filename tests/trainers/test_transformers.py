@@ -20,13 +20,28 @@ import transformers
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
-from mcore_rlhf.errors import Unportable, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Unportable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import prepare_step
+from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
-from tests.trainers.hf_runs import HALF, MOE, STEPS, Seen, accelerated, adapted, compiled, model, train
+from tests.trainers.hf_runs import (
+    HALF,
+    MOE,
+    STEPS,
+    Seen,
+    accelerated,
+    actor_and_critic,
+    adapted,
+    compiled,
+    model,
+    train,
+)
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "transformers"
 TRAINER, ACCELERATE, ADAPTER = (
@@ -183,6 +198,56 @@ def test_accelerate_goes_on_where_its_optimizer_was_given_frozen_weights(tmp_pat
         to(source, tmp_path / name, "hf-accelerate", like=str(saved))
         found = accelerated(frozen(model(9, tie_word_embeddings=False), still), resume=tmp_path / name)
         assert [step[:-1] for step in found] == [step[:-1] for step in whole[HALF:]]
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_accelerate_goes_on_with_each_of_two_models_that_it_saved_together(role: str, tmp_path: Path) -> None:
+    """They are roles of one step, by the numbers of their files; the second was passed over, and its optimizer refused."""
+    saved, at = tmp_path / "step_2", ("actor", "critic").index(role)
+    whole = actor_and_critic(save=saved)
+    assert actor_and_critic(resume=saved) == whole[HALF:]
+    assert verify(saved, ReadOptions(role=role)).intact
+    step = prepare_step(find(saved, ReadOptions()), ConvertOptions(to="dcp", fsync=False))
+    assert [*step.jobs] == ["actor", "critic"]
+    told = ConvertOptions(to="hf-accelerate", fsync=False, workers=1, read=ReadOptions(role=role))
+    convert(saved, tmp_path / "alone", told)
+    found = actor_and_critic(resume=tmp_path / "alone", of=(role,))
+    assert found == [step[at::2] for step in whole[HALF:]]
+    restored = {
+        thing.thing: thing.row.outcome
+        for of in forecast(saved, loader_named("accelerate")[0], Settings(), None).roles.values()
+        for thing in of
+    }
+    assert restored[Thing.SCHEDULER] is restored[Thing.OPTIMIZER] is Outcome.RESTORED
+
+
+@pytest.mark.parametrize(
+    "gone", ["model.safetensors", "optimizer.bin", "optimizer_1.bin", "scheduler.bin", "scheduler_1.bin", ""]
+)
+def test_will_resume_misses_what_accelerate_misses_of_two_models(gone: str, tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    actor_and_critic(save=saved)
+    if gone:
+        (saved / gone).unlink()
+        with pytest.raises(FileNotFoundError):
+            actor_and_critic(resume=saved)
+    assert forecast(saved, loader_named("accelerate")[0], Settings(), None).stops == bool(gone)
+
+
+def test_models_and_optimizers_that_do_not_belong_together_are_refused_by_name(tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    actor_and_critic(save=saved)
+    first, second, kept = saved / "optimizer.bin", saved / "optimizer_1.bin", saved / "kept"
+    for one, to_be in ((first, kept), (second, first), (kept, second)):
+        one.rename(to_be)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        open_checkpoint(saved, ReadOptions(role="actor"))
+    (saved / "model_1.safetensors").rename(saved / "model_2.safetensors")
+    with pytest.raises(CheckpointError, match=r"model_1.safetensors: is missing"):
+        open_checkpoint(saved, ReadOptions(role="model_1"))
+    (saved / "model_2.safetensors").unlink()
+    with pytest.raises(Unsupported, match="a second optimizer"):
+        open_checkpoint(saved, ReadOptions())
 
 
 PREPARED: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {

@@ -49,14 +49,18 @@ def main(folder: Path, resume: str | None) -> list[list[float]]:
     class Watch(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
             if "loss" in logs:
-                seen.append([logs["loss"], logs["reward"], float(logs["grad_norm"])])
+                seen.append([logs["loss"], logs.get("reward", 0.0), float(logs["grad_norm"])])
 
     started = model(9 if resume else 1, tie_word_embeddings=True)
+    started.config._name_or_path = str(folder.parent / "base")  # where the reference is from
     started.config.pad_token_id, started.config.eos_token_id = WORDS, WORDS + 1
     wanted = GRPOConfig(
         output_dir=str(folder), use_cpu=True, per_device_train_batch_size=4, num_generations=4, max_completion_length=6, max_steps=4,
-        save_steps=2, learning_rate=1e-3, logging_steps=1, report_to=[], bf16=False, disable_tqdm=True, beta=0.0, seed=3,
+        save_steps=2, learning_rate=1e-3, logging_steps=1, report_to=[], bf16=False, disable_tqdm=True, seed=3,
+        **{"beta": 0.0, **json.loads(os.environ.get("OTHERWISE", "{}"))},
     )  # fmt: skip
+    if wanted.beta:
+        model(5, tie_word_embeddings=True).save_pretrained(folder.parent / "base")
     table = pyarrow.table({"prompt": [f"w{at} w{at + 1} w{at + 2}" for at in range(40)]})
     prompts = Dataset(table, fingerprint="prompts")  # dill 0.4.1 cannot hash what pyarrow 26 has among its types
     trainer = GRPOTrainer(

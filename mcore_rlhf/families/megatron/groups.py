@@ -51,6 +51,11 @@ def by_sgd(args: Mapping[str, object]) -> bool:
     return args.get("optimizer") == "sgd"
 
 
+def keeps_nothing(args: Mapping[str, object]) -> bool:
+    """Whether SGD trains without momentum, and so has nothing but its groups, and of half a type its masters."""
+    return by_sgd(args) and not args.get("sgd_momentum")
+
+
 def by_adam(args: Mapping[str, object]) -> bool | None:
     """Whether Adam alone trains a run, so that its parameters have both moments; None where nobody says what does.
 

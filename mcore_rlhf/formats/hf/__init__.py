@@ -17,13 +17,20 @@ from .series import find_series, weights_folder
 
 
 class HuggingFaceFormat(Format):
-    """A folder that ``from_pretrained`` takes."""
+    """A folder that ``from_pretrained`` takes.
+
+    Args:
+        number: Which of several models in it, as accelerate counts them.
+    """
 
     name = "hf"
     packs_experts = False
     weights_only = True
     takes = (Takes.MODEL_FOLDER, Takes.DTYPE, Takes.MASTERS)
     model_folder = own_sidecar = True
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How transformers is told to load it; torch, where it is pieces."""
@@ -35,6 +42,8 @@ class HuggingFaceFormat(Format):
 
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights under Hugging Face's file names, or is a role's of verl with them."""
+        if self.number:
+            return find_series(path, self.number) is not None
         folder = weights_folder(path)
         return folder.is_dir() and (find_series(folder) is not None or has_pieces(folder))
 
@@ -42,7 +51,7 @@ class HuggingFaceFormat(Format):
         """Open a folder."""
         from .reader import read_hf
 
-        return read_hf(path, options)
+        return read_hf(path, options, self.number)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new folder."""

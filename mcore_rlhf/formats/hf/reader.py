@@ -45,23 +45,24 @@ from .files import CONFIG, OPTIMIZER, SAFETENSORS
 from .series import Scattered, Series, find_series, read_parts, read_series, weights_folder
 
 
-def read_hf(path: ReadablePath, options: ReadOptions) -> Source:
+def read_hf(path: ReadablePath, options: ReadOptions, number: int = 0) -> Source:
     """Open a Hugging Face folder.
 
     Args:
         path: The folder with the weights.
         options: Which stubs; whether the optimizer that we kept there is read.
+        number: Which of several models; of none but the first ``config.json`` speaks.
 
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     path = weights_folder(path)
-    found = find_series(path)
-    if found is None and not has_pieces(path):
+    found = find_series(path, number)
+    if found is None and (number or not has_pieces(path)):
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
-    config = read_own_config(path) or read_own_config(path / DESCRIBED)
+    config = {} if number else read_own_config(path) or read_own_config(path / DESCRIBED)
     beside = _beside(path, options)
     refuse_other_file(config, str(path / CONFIG))
     weights = read_parts(path) if found is None else read_series(path, *found, options.stubs)

@@ -11,6 +11,7 @@ from mcore_rlhf.core.catalog import Chunk, Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.run_folders import SPLIT_WEIGHTS, is_split
+from mcore_rlhf.families.trainer_files import numbered
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, beneath, cannot_open
 from mcore_rlhf.storage.pieces import PIECES_INDEX, PLACES, PLACES_VERSION, read_pieces
@@ -41,11 +42,18 @@ class Series:
     unplaced: Unplaced = field(default_factory=Unplaced)
 
 
-def find_series(folder: ReadablePath) -> tuple[str, str] | None:
+def find_series(folder: ReadablePath, number: int = 0) -> tuple[str, str] | None:
     """Stem and ending of the model's weight files in a folder, or None where there are none; as transformers looks for them.
+
+    Args:
+        folder: Where they lie.
+        number: Which of several models, as accelerate counts them.
 
     Source: transformers 5.23.0, ``modeling_utils.py`` (``_get_resolved_checkpoint_files``).
     """
+    if number:
+        stems = ((f"{stem}{numbered(number)}", ending) for ending, stem in MODEL_STEM.items())
+        return next((found for found in stems if (folder / file_name(*found)).is_file()), None)
     for ending, stem in MODEL_STEM.items():
         if (folder / file_name(stem, ending)).is_file() or (folder / index_name(stem, ending)).is_file():
             return stem, ending

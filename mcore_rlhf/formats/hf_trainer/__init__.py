@@ -9,7 +9,7 @@ DeepSpeed's tag :mod:`..deepspeed`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -25,13 +25,17 @@ class HfRunFormat(Format):
     Args:
         files: What those are called.
         weights: The formats that the weights may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
+        numbered: Gives the format of the weights of one of several models, by its number; None where there is never more than one.
     """
 
     holds_adapters = True
     takes = (Takes.MODEL_FOLDER, Takes.RNG, Takes.DATA_PARALLEL, Takes.LIKE)
     model_folder = own_sidecar = True
 
-    def __init__(self, files: RunFiles, weights: Sequence[Format]) -> None:
+    def __init__(
+        self, files: RunFiles, weights: Sequence[Format], numbered: Callable[[int], Format] | None = None
+    ) -> None:
+        self.numbered = numbered
         self.name, self.__doc__, self.files, self.weights = files.format, files.says, files, tuple(weights)
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
@@ -48,11 +52,22 @@ class HfRunFormat(Format):
         marks = (files.optimizer, files.counters or files.rng_name(0, 2))
         return any((path / name).is_file() for name in marks) and any(one.detect(path) for one in self.weights)
 
+    def roles(self, path: ReadablePath) -> Sequence[str]:
+        """Of several models that one Accelerator prepared: a critic is what has a value head, and the other one the actor."""
+        from .several import roles_of_models
+
+        return () if self.numbered is None else roles_of_models(path, self.numbered)
+
     def read(self, path: ReadablePath, options: ReadOptions) -> Source:
         """Open a checkpoint."""
         from .reader import read_run
 
-        return read_run(path, options, self.files, self._weights_at(path))
+        several = self.roles(path)
+        if self.numbered is None or not several:
+            return read_run(path, options, self.files, self._weights_at(path))
+        from .several import read_one
+
+        return read_one(path, options, self.files, several, self.numbered)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new checkpoint."""

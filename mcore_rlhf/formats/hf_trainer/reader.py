@@ -38,7 +38,9 @@ from .optimizer import OptimizerFile, trainable_order
 _CALLED = re.compile(r"checkpoint-(\d{1,18})")
 
 
-def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights: Format) -> Source:
+def read_run(
+    path: ReadablePath, options: ReadOptions, files: RunFiles, weights: Format, *, several: bool = False
+) -> Source:
     """Open a checkpoint.
 
     Args:
@@ -46,13 +48,23 @@ def read_run(path: ReadablePath, options: ReadOptions, files: RunFiles, weights:
         options: Whether with the optimizer, which stubs.
         files: What its files are called.
         weights: The format of its weights.
+        several: Whether it is one of several models, each with an optimizer of its own.
 
     Raises:
         CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
     """
     own = not weights.weights_only  # has the optimizer in files of its own
     source = weights.read(path, options if own else replace(options, optimizer=False))
+    if not (own or several or not options.optimizer):
+        _refuse_second(path / files.optimizer.replace(".", "_1."))
     return _RunReader(path, options, files, source, own).source()
+
+
+def _refuse_second(second: ReadablePath) -> None:
+    if second.is_file():
+        raise Unsupported(
+            f"{second}: a second optimizer; no file says which trains what\n--no-optimizer takes the weights alone."
+        )
 
 
 def _mapping(value: object) -> Mapping[str, object]:
@@ -124,11 +136,6 @@ class _RunReader:
     def _optimizer(self) -> OptimizerFile | None:
         if self.own or not self.options.optimizer or not (self.path / self.files.optimizer).is_file():
             return None
-        second = self.files.optimizer.replace(".", "_1.")
-        if (self.path / second).is_file():
-            raise Unsupported(
-                f"{self.path / second}: a second optimizer; no file says which trains what\n--no-optimizer takes the weights alone."
-            )
         found = OptimizerFile.open(self.path, self.files.optimizer, self.options.stubs)
         self.stored.append(StoredFile.of_zip(self.files.optimizer, found.opened.directory))
         self.unplaced.look(self.files.optimizer, found.opened.tree, of_torch(found.opened.tree))
@@ -244,6 +251,12 @@ class _RunReader:
         values = self._tree(SCALER)
         if not isinstance(values, Mapping) or "scale" not in values:
             return None
+        back, growth = values.get("backoff_factor", 0.5), values.get("growth_factor", 2.0)
+        if not (isinstance(back, int | float) and isinstance(growth, int | float) and back * growth == 1):
+            text = (
+                f"{SCALER}: backoff_factor {back!r}: all formats go back by as much as they grow, which is {growth!r}"
+            )
+            self.notes.add(Fate.LOST, text)
         return scaler_of(
             {
                 "dynamic_loss_scale": True, "cur_scale": values["scale"], "cur_iter": iteration,

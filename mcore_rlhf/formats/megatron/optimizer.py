@@ -24,8 +24,8 @@ from mcore_rlhf.families.megatron.groups import (
     Membership,
     as_stored,
     by_adam,
-    by_sgd,
     inner_state,
+    keeps_nothing,
     members,
     merged_groups,
 )
@@ -165,8 +165,7 @@ def _keeps_no_state(shards: Sequence[RankShard], args: Arguments) -> bool:
     skipped = all("grad_scaler" in member and not has_plain_state(member) for _, member in members) and not any(
         group.fields.get("step") for shard, member in members for group in groups_of(member, shard.pt)
     )
-    sgd = by_sgd(args.values) and not args.values.get("sgd_momentum")
-    return skipped or sgd or not shards[0].top.get("iteration")
+    return skipped or keeps_nothing(args.values) or not shards[0].top.get("iteration")
 
 
 def _members(shard: RankShard) -> list[Mapping[str, object]]:

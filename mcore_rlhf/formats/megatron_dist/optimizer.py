@@ -10,7 +10,7 @@ from mcore_rlhf.core.catalog import ADAMS, FLOAT32, MASTER, PARAM, Shape
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
-from mcore_rlhf.families.megatron.groups import by_adam, inner_state, is_matrix, merged_groups
+from mcore_rlhf.families.megatron.groups import by_adam, inner_state, is_matrix, keeps_nothing, merged_groups
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.spec import ParamSpec
 
@@ -69,7 +69,7 @@ def read_optimizer(folder: DistFolder, args: Arguments) -> OptimizerValues:
     found |= flat
     members = list(_members(folder))
     sharding = _sharding(folder, members)
-    if not found:
+    if not found and not keeps_nothing(args.values):
         if any(inner_state(member).get("param_groups") for member in members):
             raise Unsupported(
                 f"{folder.common_file} has param groups, but no tensor of the folder is a state of the optimizer\n"

@@ -377,6 +377,8 @@ class _DistReader:
         """The states of every parameter that has some."""
         if self.optimizer.kind is None:
             return {}
+        if not self.optimizer.states:  # SGD without momentum
+            return {spec.name: () for spec in model.params if spec.trainable}
         if flat is not None and set(self.optimizer.flat) == set(self.optimizer.states):
             return flat.own
         keys = {name: frozenset(home.key for home in homes) for name, homes in self.parameters.homes.items()}

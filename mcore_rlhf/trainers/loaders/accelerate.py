@@ -5,6 +5,8 @@ Source: accelerate 1.15.0, ``checkpointing.py`` (``load_accelerator_state``), ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mcore_rlhf.trainers.accelerate import TRAINER
 from mcore_rlhf.trainers.conditions import (
     OTHER_BACKEND,
@@ -26,7 +28,7 @@ from mcore_rlhf.trainers.conditions import (
     unrated,
     without,
 )
-from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Thing, rows_of
+from mcore_rlhf.trainers.resuming import OF_OPTIMIZER, Habit, Loader, Outcome, Seen, Thing, rows_of
 from mcore_rlhf.trainers.torchdata import STOPS, stops_at
 
 from . import accelerate_fsdp, deepspeed
@@ -39,6 +41,17 @@ _BACKENDS = {
 }  # fmt: skip
 """By what ``accelerate config`` writes. Source: accelerate 1.15.0, ``utils/dataclasses.py`` (``DistributedType``)."""
 _RNG, _STATEFUL = "random_states_{rank}.pkl", "use_stateful_dataloader"
+
+
+def _alone(gone: str, there: str) -> Callable[[Seen], object]:
+    """Of one of several models there is one file, and not the other: ``{file}`` and ``{there}``."""
+
+    def when(seen: Seen) -> object:
+        numbers = seen.ranks(there + "_{rank}.bin") - seen.ranks(gone + "_{rank}.bin")
+        return numbers and {"file": f"{gone}_{min(numbers)}.bin", "there": f"{there}_{min(numbers)}.bin"}
+
+    return when
+
 
 ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
@@ -59,6 +72,8 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     Habit(OF_OPTIMIZER, _REFUSED, "{file} {wrong}: loading it fails", "255", broken("optimizer*"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "optimizer.bin is not there, and is opened without a look", "255",
         lacks("optimizer.bin", "optimizer_0/*", "pytorch_optimizer*"), True),
+    Habit(OF_OPTIMIZER, _REFUSED, "{file} is not there, and {there} is: it is opened where the script prepared one for each model", "255",
+        _alone("optimizer", "scheduler"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it fails", "255", without("optimizer*.bin", "param_groups", "state"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "255", ungrouped("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: it is loaded, and the first step fails", "255",
@@ -69,6 +84,8 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.bin is not there; it is opened where the script prepared a scheduler", "263",
         lacks("scheduler.bin"), True),
+    Habit((Thing.SCHEDULER,), _REFUSED, "{file} is not there, and {there} is: it is opened where the script prepared one for each", "263",
+        _alone("scheduler", "optimizer"), True),
     Habit((Thing.SCHEDULER,), _ANEW, "{file} has no {key}: the scheduler keeps its own; nothing is said", "263",
         without("scheduler*.bin", "last_epoch"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} has no {key}, which LambdaLR asks for: loading it fails", "263",

@@ -42,7 +42,6 @@ _STORED = ("*.safetensors", "pytorch_model*", "*/adapter_model.*", "adapter_mode
 _OPTIMIZER, _ZERO = ("optimizer.pt", "optimizer.bin", "optimizer*/*"), ("latest", "global_step*/*")
 _BY_OTHERS = "DeepSpeed's own, with the model"
 
-
 _COUNTED = (
     "epoch", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos", "num_input_tokens_seen",
     "stateful_callbacks",
@@ -79,12 +78,40 @@ def _by_deepspeed(seen: Seen) -> bool:
     return keys or (seen.settings.get("deepspeed") is not None and not seen.settings.denies("deepspeed"))
 
 
+def _argument(seen: Seen, key: str) -> int:
+    """A number of the configuration, or else of the arguments that the step itself keeps; 0 where neither has it."""
+    kept = seen.held.args.get(key)
+    return seen.settings.number(key) or (kept if isinstance(kept, int) else 0)
+
+
+def _between_generations(seen: Seen) -> object:
+    """TRL's samples are for several updates, of which some are still to come: ``{made}`` and ``{per}``."""
+    parts = _argument(seen, "gradient_accumulation_steps") or 1
+    per = (_argument(seen, "steps_per_generation") or parts) * (_argument(seen, "num_iterations") or 1)
+    made = (seen.step or 0) * parts % per
+    return made and {"made": made, "per": per}
+
+
+def _synced(seen: Seen) -> object:
+    return seen.settings.says("sync_ref_model") or (
+        not seen.settings.denies("sync_ref_model") and seen.held.args.get("sync_ref_model") is True
+    )
+
+
+_OF_TRL = rows_of(
+    "TRL 1.16.0, trl/trainer/",
+    Habit((Thing.DATA,), _ANEW, "{made} of the {per} micro-steps for which samples were generated are done: the samples are stored "
+        "nowhere, and generated anew by the policy as it is now; nothing is said", "grpo_trainer.py:1539 (_prepare_inputs)",
+        _between_generations, True),
+    Habit((Thing.AVERAGE,), _ANEW, "sync_ref_model: the reference, into which the policy was mixed, is not saved; it begins as the run "
+        "is given it, and nothing is said", "callbacks.py (SyncRefModelCallback)", _synced, True),
+)  # fmt: skip
 _OF_OTHERS = tuple(
     replace(row, ran=False)
     for row in (*deepspeed.IN_A_TAG, *accelerate_fsdp.ROWS)
     if row.why != deepspeed.STRICT  # it gives load_module_strict=False with an adapter (trainer.py:1804)
 )
-ROWS = _OF_OTHERS + rows_of(
+ROWS = _OF_OTHERS + _OF_TRL + rows_of(
     "transformers 5.23.0, trainer.py:",
     Habit((Thing.WEIGHTS,), _REFUSED, "{file} {wrong}: loading it fails", "3602 (_load_from_checkpoint)", broken(*_STORED), True),
     Habit((Thing.WEIGHTS,), _REFUSED, "no file of weights that it knows: “Can't find a valid checkpoint”", "3657 (_load_from_checkpoint)",

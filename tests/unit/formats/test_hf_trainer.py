@@ -153,10 +153,42 @@ def test_what_no_optimizer_of_megatrons_keeps_is_said_and_never_put_where_it_can
             tree["state"][number] = {"momentum_buffer": of["exp_avg"]}
 
     edit(folder / "optimizer.pt", lambda tree: [of.update(mu_product=torch.ones(())) for of in tree["state"].values()])
-    assert any(text.startswith("mu_product: ") for text in convert(folder, tmp_path / "nadam", options()).account.lost)
+    for to in ("megatron", "universal"):
+        job = convert(folder, tmp_path / f"nadam-{to}", options(to))
+        assert any(text.startswith("mu_product: ") for text in job.account.lost)
     edit(folder / "optimizer.pt", sgd)
     with pytest.raises(Unsupported, match="keeps moments of Adam, and the source has momentum_buffer"):
         convert(folder, tmp_path / "sgd", options(optimizer="distributed"))
+
+
+@pytest.mark.parametrize("back", [0.5, 0.25])
+def test_a_loss_scale_that_goes_back_by_more_than_it_grows_is_said(back: float, folder: Path, tmp_path: Path) -> None:
+    kept = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": back, "growth_interval": 3, "_growth_tracker": 2}
+    torch.save(kept, folder / "scaler.pt")
+    job = convert(folder, tmp_path / "same" / "checkpoint-2", options("hf-trainer"))
+    assert any("backoff_factor 0.25" in text for text in job.account.lost) == (back != 0.5)
+    assert (torch.load(tmp_path / "same" / "checkpoint-2" / "scaler.pt") == kept) == (back == 0.5)
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron-dist"])
+def test_sgd_without_momentum_comes_back_with_its_groups(to: str, folder: Path, tmp_path: Path) -> None:
+    """It has no state of its own; ``torch_dist`` of it was "not understood"."""
+
+    def sgd(tree: Any) -> None:
+        tree["state"] = {}
+        for group in tree["param_groups"]:
+            for key in ("betas", "amsgrad", "eps"):
+                del group[key]
+            group.update(momentum=0, dampening=0, nesterov=False)
+
+    edit(folder / "optimizer.pt", sgd)
+    there = convert(folder, tmp_path / "there", options(to))
+    assert there.seen is not None
+    assert verify(tmp_path / "there", ReadOptions()).intact
+    back = replace(options("hf-trainer"), write=WriteOptions(like=str(folder)))
+    convert(tmp_path / "there", tmp_path / "back" / "checkpoint-2", back)
+    was, now = (torch.load(path / "optimizer.pt") for path in (folder, tmp_path / "back" / "checkpoint-2"))
+    assert [group["params"] for group in now["param_groups"]] == [group["params"] for group in was["param_groups"]]
 
 
 @pytest.mark.parametrize(
