@@ -72,6 +72,7 @@ class DistParts:
         sharding: How its loader takes a distributed optimizer's states where it takes the weights from there, too.
         arguments: What decides how its buffers are cut, as its runs have it unless they are told otherwise.
         told: How the trainer is told to take the weights from there, with ``{path}`` for the step's folder.
+        adapted: Whether the weights are each rank's own, and the schedule and every rank's random states files beside them: ROLL's.
     """
 
     model: str
@@ -83,6 +84,7 @@ class DistParts:
     sharding: str
     arguments: Mapping[str, object]
     told: str
+    adapted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

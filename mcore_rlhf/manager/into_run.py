@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
@@ -61,6 +62,11 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         parallel = open_checkpoint(like, options.read, partial=True).parallel
         degrees = {name: getattr(parallel, name) for name in _DEGREES}
         write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
+    if like is not None and write.optimizer_sharding is None and any(parts.adapted for parts in trainer.parts):
+        family = MegatronState.of(
+            open_checkpoint(like, options.read, partial=True)
+        )  # its loader asks for what its run says
+        write = replace(write, optimizer_sharding=None if family is None else family.sharding)
     to = _format_of(trainer, write, megatron=any(degree is not None for degree in degrees.values()))
     row = next((row for row in ROWS if row.format in trainer.formats and row.format != to), None)
     if like is None and write.like is not None and Takes.ZERO_STAGE in format_named(to).takes:

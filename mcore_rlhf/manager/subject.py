@@ -420,8 +420,8 @@ def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
 
 
 def _beside_of(step: TrainerStep, models: Collection[ReadablePath]) -> tuple[str, ...]:
-    """The files of another trainer's step that lie in none of its models' folders; where that is the run's own, what it goes on by."""
-    if step.trainer.in_place:
+    """The files of another trainer's step that lie in none of its models' folders; where one is the step's own, what it goes on by."""
+    if step.trainer.in_place or step.folder in models:
         return tuple(name for name in step.trainer.needs if is_there(step.folder / name))
     return () if step.trainer.by_role else tuple(_beside(step.folder, models))
 

@@ -52,6 +52,7 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 
+from .adapted import optimizer_alone, ranks_target, with_ranks
 from .bridged import bridged_target, with_bridged
 from .buckets import BucketContents, FilePart, dealt
 from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, prefixed, sharding_of
@@ -66,13 +67,14 @@ from .split import contents_of
 from .tensors import even_cells, gridded
 
 
-def dist_target(source: Source, options: WriteOptions, weights: Format) -> Target:
+def dist_target(source: Source, options: WriteOptions, weights: Format, ranks: Format) -> Target:
     """Describe the ``torch_dist`` checkpoint that holds what the source has.
 
     Args:
         source: An opened checkpoint.
         options: What the user asked for.
         weights: The format of weights that a trainer has in the place of Megatron's own.
+        ranks: That of weights as each rank has them, which another has there.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
@@ -82,6 +84,8 @@ def dist_target(source: Source, options: WriteOptions, weights: Format) -> Targe
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
     spelling = _spelling(run)
     parts = options.run_of.parts
+    if parts is not None and parts.adapted:
+        return _DistWriter(run, spelling, source.model.num_layers, ranks_target(run, ranks)).target()
     bridged = bridged_target(run, weights) if parts is not None and not parts.model else None
     return _DistWriter(run, spelling, source.model.num_layers, bridged).target()
 
@@ -150,9 +154,10 @@ class _DistWriter:
             in_buckets = sharding_of(run) == DP_RESHARDABLE
             states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
             held = states.objects if isinstance(states, BucketContents) else []
-            shared = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
+            beside = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
+            shared: Callable[[Tree], Tree] = optimizer_alone if parts.adapted else beside
             found.append(self._folder(parts.optimizer, [states], list(held), shared))
-        if of_ranks:
+        if of_ranks and not parts.adapted:
             found.append(self._folder(parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
         return found
 
@@ -166,7 +171,8 @@ class _DistWriter:
         run, first = self.run, next((folder.path for folder in self.folders), "")
         parts = run.options.run_of.parts
         modelopt, beside = modelopt_files(run, first) if KEY in run.source.state.other else ([], {})
-        said = {TRACKER: run.tracker} if parts is None else {parts.contents: contents_of(run, parts)}
+        adapted = parts is not None and parts.adapted
+        said = {TRACKER: run.tracker} if parts is None or adapted else {parts.contents: contents_of(run, parts)}
         target = Target(
             format="megatron-dist",
             parallel=run.choices.parallel,
@@ -183,7 +189,9 @@ class _DistWriter:
             needs=run.needs,
             described="" if parts is None else parts.described,
         )
-        return target if self.bridged is None else with_bridged(target, self.bridged, run)
+        if self.bridged is None:
+            return target
+        return with_ranks(target, self.bridged, run) if adapted else with_bridged(target, self.bridged, run)
 
 
 @dataclass(frozen=True, slots=True)
