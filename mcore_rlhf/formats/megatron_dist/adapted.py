@@ -31,7 +31,8 @@ from mcore_rlhf.storage.urls import checkpoint_path
 from .common import Tree
 from .objects import file_rank
 
-_MODEL = "model"
+_MODEL, WRAPPED = "model", "module."
+"""Its optimizer's keys are those of the model in its wrapper. Source: the same (``models_wrapped``), run."""
 
 
 def optimizer_alone(tree: Tree) -> Tree:

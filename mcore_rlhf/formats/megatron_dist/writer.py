@@ -52,7 +52,7 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 
-from .adapted import optimizer_alone, ranks_target, with_ranks
+from .adapted import WRAPPED, optimizer_alone, ranks_target, with_ranks
 from .bridged import bridged_target, with_bridged
 from .buckets import BucketContents, FilePart, dealt
 from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, prefixed, sharding_of
@@ -410,7 +410,11 @@ class Contents:
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
             kind = MODEL_SPACE if prefixed(self.run) else FULLY_RESHARDABLE
             master = MASTERS[kind if self._distributed(part.spec) else None]
-            state = f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}."
+            parts = self.run.options.run_of.parts
+            wrapped = WRAPPED if parts is not None and parts.adapted else ""
+            state = (
+                f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}.{wrapped}"
+            )
             self._fqns[home.key, part.state] = home.key if part.state == PARAM else f"{state}{home.key}"
         return self._fqns[home.key, part.state]
 
