@@ -53,6 +53,8 @@ Source: ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/checkpointing.py`` (``s
 ``trainer/trainer.py`` (``McaTrainer``), ``roll/distributed/strategy/megatron_strategy.py`` (``MegatronTrainStrategy.save_checkpoint``).
 """
 ADAPTED_MODEL, ADAPTED_OPTIMIZER = "dist_model", "dist_optimizer"
+ROLLS_DCP = "dcp"
+"""What it has a step's DCP folder called, on FSDP2. Source: the same, ``roll/distributed/strategy/fsdp2_strategy.py``."""
 ADAPTED_ITERATION, COUNTED = 1, "pipeline/worker_state_pipeline.json"
 _OF_MCA = ("trainer_state.json", "training_args.bin")
 """What ``McaTrainer`` leaves in its steps, and ROLL does not, which counts its own from 0."""
@@ -156,6 +158,8 @@ def named_step(path: ReadablePath) -> int | None:
     if (step := adapted_step(path)) is not None:
         return adapted_number(step)
     here = absolute(path)
+    if here.name == ROLLS_DCP and _STEP.fullmatch(here.parent.name):
+        return adapted_number(here.parent)
     if here.name == RECOVERED and (found := recovered_step(here.parent.parent / RECOVER_INFO)) is not None:
         return found
     return next((step for _, step in _steps_at(path)), None)

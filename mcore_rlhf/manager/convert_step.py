@@ -237,7 +237,7 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     in_parts = any(planned.target.described for planned in job.jobs.values())
     job.published, job.trainer = folder, trainer.name
     parts = options.write.run_of.parts if in_parts else None
-    told = f"{trainer.told} {parts.told}" if parts is not None else trainer.told
+    told = f"{trainer.told} {parts.told}".rstrip() if parts is not None else trainer.told
     job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
     track(root, trainer, step, fsync=options.fsync)
     return job

@@ -26,7 +26,7 @@ from mcore_rlhf.trainers.table import Trainer
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
 from .runs import TrainerRun, TrainerStep, run_at, step_at
-from .subject import Subject, former_of
+from .subject import Subject, as_whole, former_of
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
@@ -62,7 +62,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         parallel = open_checkpoint(like, options.read, partial=True).parallel
         degrees = {name: getattr(parallel, name) for name in _DEGREES}
         write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
-    if like is not None and write.optimizer_sharding is None and any(parts.adapted for parts in trainer.parts):
+    if like is not None and write.optimizer_sharding is None and any(parts.as_asked for parts in trainer.parts):
         family = MegatronState.of(
             open_checkpoint(like, options.read, partial=True)
         )  # its loader asks for what its run says
@@ -161,6 +161,7 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
         UsageError: The trainer has no model of that role, or of none that the step has.
         CheckpointError: A lone checkpoint cannot be opened.
     """
+    source = as_whole(source)
     if not source.alone:
         models = {role: folder for role, folder in source.models.items() if trainer.place_of(role) is not None}
         if not models:

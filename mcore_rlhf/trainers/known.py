@@ -32,7 +32,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
-    open_instruct.TRAINER, openrlhf.TRAINER, roll.ADAPTER, roll.TRAINER, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    open_instruct.TRAINER, openrlhf.TRAINER, roll.ADAPTER, roll.TRAINER, roll.FSDP, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip

@@ -13,8 +13,8 @@ run's ``distrib_optim_fully_reshardable`` says, which is off by default).
 
 from __future__ import annotations
 
-from mcore_rlhf.families.options import DistParts
-from mcore_rlhf.families.run_folders import ADAPTED, ADAPTED_OPTIMIZER, COUNTED, RANDOM, SCHEDULE
+from mcore_rlhf.families.dist_parts import DistParts
+from mcore_rlhf.families.run_folders import ADAPTED, ADAPTED_OPTIMIZER, COUNTED, RANDOM, ROLLS_DCP, SCHEDULE
 
 from .table import HERE, Counters, Trainer
 
@@ -38,6 +38,20 @@ TRAINER = Trainer(
     parts=(_PARTS,),
     told="resume_from_checkpoint={path}",
 )
+FSDP = Trainer(
+    name="roll-fsdp2",
+    title="ROLL on FSDP2",
+    steps=TRAINER.steps,
+    marks=(f"{ROLLS_DCP}/.metadata",),
+    over=("transformers",),
+    roles={"actor": (ROLLS_DCP,), "critic": (f"critic/{ROLLS_DCP}",)},
+    needs=TRAINER.needs,
+    resumes="highest",
+    first=0,
+    counters=TRAINER.counters,
+    told=TRAINER.told,
+)
+"""Source: ROLL 8eb27cc2, ``roll/distributed/strategy/fsdp2_strategy.py`` (``save_checkpoint``: Hugging Face's files lie beside)."""
 ADAPTER = Trainer(
     name="mcore-adapter",
     title="mcore_adapter's McaTrainer",

@@ -9,7 +9,7 @@ from functools import cached_property
 from string import Formatter
 from typing import Literal
 
-from mcore_rlhf.families.options import DistParts
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.storage.paths import ReadablePath, lies_in
 
 STEP = "step"

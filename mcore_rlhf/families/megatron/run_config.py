@@ -21,6 +21,7 @@ from typing import cast
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.run_folders import (
     ADAPTED,
+    ADAPTED_OPTIMIZER,
     CONTENTS,
     TRANSFORMER,
     adapted_step,
@@ -70,6 +71,7 @@ _ROLL_ALONE = (
 )
 _ROLL_TIED = "tie_embeddings_and_output_weights"
 """What ROLL calls otherwise, or has besides the fields of a ``TransformerConfig``."""
+_OF_A_RANK, MANIFEST = re.compile(r"__(\d{1,7})_\d+\.distcp"), "manifest.json"
 _OF_A_CLASS = re.compile(r"[A-Z]\w*\.\w+")
 """A member of an enumeration, as text."""
 _ACTIVATIONS = {"silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu"}
@@ -186,7 +188,11 @@ def _of_roll(step: ReadablePath) -> dict[str, object]:
     plain: dict[str, object] = {
         "make_vocab_size_divisible_by": 1, "use_distributed_optimizer": not apart, "overlap_grad_reduce": False,
     }  # fmt: skip
-    if ranks := random_files(step):
+    ours = (step / MANIFEST).is_file()  # whose files are numbered otherwise
+    named = (
+        () if ours else (_OF_A_RANK.fullmatch(one.name) for one in step.glob(f"iter_*/{ADAPTED_OPTIMIZER}/*.distcp"))
+    )
+    if ranks := {*random_files(step), *(int(found[1]) for found in named if found)}:
         plain["world_size"] = max(ranks) + 1
     return {**read_back(_json(step / ADAPTED)), **plain}
 

@@ -28,6 +28,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.urls import checkpoint_path
 
+from .bridged import bridged_target, with_bridged
 from .common import Tree
 from .objects import file_rank
 
@@ -44,6 +45,34 @@ def optimizer_alone(tree: Tree) -> Tree:
     found = tree["optimizer"]
     assert isinstance(found, dict)
     return found
+
+
+def weights_beside(run: NewRun, weights: Format, ranks: Format) -> Target | None:
+    """The weights of a checkpoint that is to be written, where its trainer has others than Megatron's; None where it has not.
+
+    Args:
+        run: The checkpoint.
+        weights: The format of those of a bridge.
+        ranks: Of those that each rank has.
+
+    Raises:
+        CheckpointError: They cannot be written so.
+    """
+    parts = run.options.run_of.parts
+    if parts is None or parts.model or parts.is_one:
+        return None
+    return ranks_target(run, ranks) if parts.adapted else bridged_target(run, weights)
+
+
+def with_beside(target: Target, weights: Target, run: NewRun) -> Target:
+    """A described checkpoint with such weights.
+
+    Args:
+        target: All but the weights.
+        weights: See :func:`weights_beside`.
+        run: The checkpoint.
+    """
+    return (with_ranks if run.options.run_of.adapted else with_bridged)(target, weights, run)
 
 
 def ranks_target(run: NewRun, ranks: Format) -> Target:

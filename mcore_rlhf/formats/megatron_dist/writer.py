@@ -33,6 +33,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import by_adam, is_matrix
@@ -41,7 +42,7 @@ from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.remainders import remainder_dtype
 from mcore_rlhf.families.megatron.rules import RULES
-from mcore_rlhf.families.options import DistParts, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -52,10 +53,9 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 
-from .adapted import WRAPPED, optimizer_alone, ranks_target, with_ranks
-from .bridged import bridged_target, with_bridged
+from .adapted import WRAPPED, optimizer_alone, weights_beside, with_beside
 from .buckets import BucketContents, FilePart, dealt
-from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, prefixed, sharding_of
+from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, of_run, optimizers, prefixed, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
@@ -83,11 +83,7 @@ def dist_target(source: Source, options: WriteOptions, weights: Format, ranks: F
         raise UsageError("--like: a Megatron checkpoint depends on nothing that another one would show\nLeave it out.")
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
     spelling = _spelling(run)
-    parts = options.run_of.parts
-    if parts is not None and parts.adapted:
-        return _DistWriter(run, spelling, source.model.num_layers, ranks_target(run, ranks)).target()
-    bridged = bridged_target(run, weights) if parts is not None and not parts.model else None
-    return _DistWriter(run, spelling, source.model.num_layers, bridged).target()
+    return _DistWriter(run, spelling, source.model.num_layers, weights_beside(run, weights, ranks)).target()
 
 
 def _usual_spelling(run: NewRun) -> Spelling:
@@ -124,7 +120,7 @@ class _DistWriter:
     def __post_init__(self) -> None:
         objects = Objects(self.run, self.spelling, self.num_layers)
         parts = self.run.options.run_of.parts
-        self.folders = [self._whole(objects)] if parts is None else self._in_parts(objects, parts)
+        self.folders = [self._whole(objects)] if parts is None or parts.is_one else self._in_parts(objects, parts)
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
         self.run.report.through((*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *_RULES), self.run)
@@ -136,7 +132,10 @@ class _DistWriter:
         contents = Contents(self.run, self.spelling, self.num_layers, moments=not in_buckets)
         buckets = [self._buckets()] if in_buckets else []
         held = [*objects.items(), *(item for one in buckets for item in one.objects)]
-        return self._folder(iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+        parts = self.run.options.run_of.parts
+        if parts is None:
+            return self._folder(iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+        return self._folder(parts.model, [contents, *buckets], held, partial(of_run, self.run, parts))
 
     def _folder(
         self, path: str, contents: list[Contents | BucketContents], held: list[ObjectItem],
@@ -171,8 +170,7 @@ class _DistWriter:
         run, first = self.run, next((folder.path for folder in self.folders), "")
         parts = run.options.run_of.parts
         modelopt, beside = modelopt_files(run, first) if KEY in run.source.state.other else ([], {})
-        adapted = parts is not None and parts.adapted
-        said = {TRACKER: run.tracker} if parts is None or adapted else {parts.contents: contents_of(run, parts)}
+        said = {TRACKER: run.tracker} if parts is None else contents_of(run, parts)
         target = Target(
             format="megatron-dist",
             parallel=run.choices.parallel,
@@ -189,9 +187,7 @@ class _DistWriter:
             needs=run.needs,
             described="" if parts is None else parts.described,
         )
-        if self.bridged is None:
-            return target
-        return with_ranks(target, self.bridged, run) if adapted else with_bridged(target, self.bridged, run)
+        return target if self.bridged is None else with_beside(target, self.bridged, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +212,12 @@ class _Folder:
 
     def files(self) -> Iterator[TargetFile]:
         """Those that are large."""
-        yield TargetFile(f"{self.path}/{COMMON}", self._common)
+        yield TargetFile(self._in(COMMON), self._common)
         for name, at in self._held().items():
-            yield TargetFile(f"{self.path}/{name}", partial(self._file, name, at))
+            yield TargetFile(self._in(name), partial(self._file, name, at))
+
+    def _in(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
 
     def texts(self) -> dict[str, str | bytes]:
         """The directory of the parts, and the small file that says what kind of checkpoint it is."""
@@ -227,7 +226,7 @@ class _Folder:
         flattened = {fqn: shape for part in of_parameters for fqn, shape in part.unflattened().items()}
         items = {name: self._items(at) for name, at in self._held().items()}
         metadata = dcp_metadata(shapes, items, unflattened=flattened)
-        return {f"{self.path}/{METADATA_FILE}": metadata, f"{self.path}/{CONFIG}": CONFIG_TEXT}
+        return {self._in(METADATA_FILE): metadata, self._in(CONFIG): CONFIG_TEXT}
 
     def _held(self) -> dict[str, _At]:
         held: list[_At] = [None] if self.objects else []
@@ -240,7 +239,7 @@ class _Folder:
 
     def _file(self, name: str, at: _At) -> FileLayout:
         items = self._items(at)
-        found = records(f"{self.path}/{name}", items)
+        found = records(self._in(name), items)
         entries = [] if at is None else at[0].entries(at[1], found)
         return FileLayout(Chunks.of(entries), found, Distcp(items))
 
@@ -410,8 +409,7 @@ class Contents:
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
             kind = MODEL_SPACE if prefixed(self.run) else FULLY_RESHARDABLE
             master = MASTERS[kind if self._distributed(part.spec) else None]
-            parts = self.run.options.run_of.parts
-            wrapped = WRAPPED if parts is not None and parts.adapted else ""
+            wrapped = WRAPPED if self.run.options.run_of.adapted else ""
             state = (
                 f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}.{wrapped}"
             )

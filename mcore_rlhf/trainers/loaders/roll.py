@@ -13,7 +13,7 @@ from mcore_rlhf.families import run_folders
 from mcore_rlhf.families.run_folders import COUNTED, SCHEDULE
 from mcore_rlhf.trainers.conditions import asked, both, broken, has, incomplete, lacks, without
 from mcore_rlhf.trainers.resuming import MOST_RANKS, Habit, Loader, Outcome, Seen, Thing, rows_of
-from mcore_rlhf.trainers.roll import TRAINER
+from mcore_rlhf.trainers.roll import FSDP, TRAINER
 
 from .megatron import ALL, STREAMS, cut_schedule, not_listed
 
@@ -51,6 +51,14 @@ def _as_told(seen: Seen) -> object:
     return None
 
 
+_OF_PIPELINE = rows_of(
+    "ROLL 8eb27cc2, ",
+    Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, f"{COUNTED} is not there: a FileNotFoundError. It lies with the pipeline's own folder "
+        "until checkpoint_config copies all into one", "roll/utils/worker_state.py:load_from_json",
+        lambda seen: COUNTED not in seen.above),
+    Habit((Thing.COUNTERS,), _RESTORED, f"step, in {COUNTED}", "roll/pipeline/base_pipeline.py:__init__"),
+    Habit((Thing.DATA,), _RESTORED, f"scheduler_state_… of each domain, in {COUNTED}", "roll/pipeline/rlvr/rlvr_pipeline.py:303"),
+)  # fmt: skip
 ROWS = rows_of(
     "ROLL 8eb27cc2, roll/distributed/strategy/megatron_strategy.py:",
     Habit(ALL, _REFUSED, "iter_0000001/dist_optimizer is not there, or not whole, and use_distributed_optimizer looks for it first: a "
@@ -87,11 +95,22 @@ ROWS = rows_of(
     Habit((Thing.RNG,), _ANEW, "{file} is not there: the states stay the seed's; only a line in the log", _LOAD, _ranks_gone, True),
     Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", _LOAD, without(_RANDOM, *STREAMS)),
     Habit((Thing.RNG,), _RESTORED, _RANDOM.replace("*", "R") + " of each rank", _LOAD, ran=True),
-    Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, f"{COUNTED} is not there: a FileNotFoundError. It lies with the pipeline's own folder "
-        "until checkpoint_config copies all into one", "roll/utils/worker_state.py:load_from_json",
-        lambda seen: COUNTED not in seen.above),
-    Habit((Thing.COUNTERS,), _RESTORED, f"step, in {COUNTED}", "roll/pipeline/base_pipeline.py:__init__"),
-    Habit((Thing.DATA,), _RESTORED, f"scheduler_state_… of each domain, in {COUNTED}", "roll/pipeline/rlvr/rlvr_pipeline.py:303"),
 )  # fmt: skip
 
-LOADER = Loader(TRAINER, "8eb27cc2", ROWS, ("resume_from_checkpoint",), ("mcore-adapter",))
+LOADER = Loader(TRAINER, "8eb27cc2", (*ROWS, *_OF_PIPELINE), ("resume_from_checkpoint",), ("mcore-adapter",))
+
+_DCP = "_load_checkpoint_with_dcp"
+OF_FSDP = rows_of(
+    "ROLL 8eb27cc2, roll/distributed/strategy/fsdp2_strategy.py:",
+    Habit(ALL, _REFUSED, "{file} {wrong}: loading it fails", _DCP, broken(".metadata", "*.distcp"), True),
+    Habit((Thing.WEIGHTS, Thing.GROUPS, Thing.SCHEDULER), _REFUSED, "a file is missing: {problem}", _DCP, incomplete, True),
+    Habit((Thing.WEIGHTS,), _RESTORED, "those in dcp, by name", _DCP, ran=True),
+    Habit((Thing.OPTIMIZER,), _ANEW, "a new optimizer is asked which moments it has, and has none yet: they begin at zero; nothing is said",
+        _DCP, lambda seen: seen.held.optimizer, True),
+    Habit((Thing.GROUPS,), _RESTORED, "optimizer.param_groups", _DCP, lambda seen: seen.held.optimizer),
+    Habit((Thing.OPTIMIZER, Thing.GROUPS), _REFUSED, "none is stored, and its param groups are asked for", _DCP),
+    Habit((Thing.SCHEDULER,), _RESTORED, "scheduler", _DCP, ran=True),
+    Habit((Thing.RNG,), _ANEW, "asked for as an empty dictionary, which nothing fills: those of the seed; nothing is said", _DCP, ran=True),
+)  # fmt: skip
+
+FSDP_LOADER = Loader(FSDP, "8eb27cc2", (*OF_FSDP, *_OF_PIPELINE), ("resume_from_checkpoint",))
