@@ -14,7 +14,9 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.areal import TRAINER
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from tests.trainers import lab as labs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,25 +46,32 @@ def lab(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(trainers, tmp_path_factory.mktemp("areal-megatron"))
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2}, {"dp": 2}])
-def test_it_goes_on_from_what_is_made_for_it(lab: Lab, parallel: dict[str, int]) -> None:
+def test_it_goes_on_from_what_is_made_for_it(lab: Lab) -> None:
+    """As from its own, of which it begins the moments anew: the second loss is another than that of the run that was not interrupted."""
+    parallel = {"tp": 2}
     own, wanted = lab.trained(parallel)
     source = open_checkpoint(own, ReadOptions())
-    assert (source.state.iteration, source.states, source.parallel.tp) == (
-        3,
-        ("master", "exp_avg", "exp_avg_sq"),
-        parallel.get("tp", 1),
-    )
-    degrees = {"tp": 1, "dp": 1, **parallel}
-    core, runs = (
-        lab.folder / f"{own.parts[-3]}-core",
-        [lab.folder / f"{own.parts[-3]}-{name}" for name in ("own", "core-back")],
-    )
-    write = WriteOptions(**degrees, global_batch_size=4)
+    assert (source.state.iteration, source.states, source.parallel.tp) == (3, ("master", "exp_avg", "exp_avg_sq"), 2)
+    core, runs = lab.folder / "core", [lab.folder / name for name in ("own", "back")]
+    write = WriteOptions(tp=2, dp=1, global_batch_size=4)
     convert(own, core, ConvertOptions(to="megatron", fsync=False, workers=1, write=write))
     for given, run in zip((own, core), runs, strict=True):
         convert_step(find(given, ReadOptions()), run, ConvertOptions(to="areal", fsync=False, workers=1, write=write))
-    do = [order for run in (own, *(run / ACTOR for run in runs)) for order in (("load", run), ("train", 2))]
-    seen = lab.of(do, parallel=parallel, seed=7)
-    assert [step["loss"] for step in seen] == [step["loss"] for step in wanted] * 3
-    assert seen[:2] == wanted
+    seen = [
+        one["steps"]
+        for one in lab.of([("attempt", at) for at in (own, *(run / ACTOR for run in runs))], parallel=parallel, seed=7)
+    ]
+    assert seen[1:] == seen[:1] * 2
+    assert seen[0][0] == wanted[0]
+    assert (seen[0][1]["loss"], seen[0][1]["lr"]) != (wanted[1]["loss"], wanted[1]["lr"])
+    told = forecast(runs[0], loader_named("areal")[0], Settings({}))
+    said = {one.thing: one.row.outcome for one in told.roles["actor"]}
+    assert {said[thing] for thing in (Thing.WEIGHTS, Thing.GROUPS, Thing.SCHEDULER, Thing.RNG)} == {Outcome.RESTORED}
+    assert said[Thing.OPTIMIZER] is Outcome.ANEW
+
+
+def test_newer_releases_of_megatron_stop_it(lab: Lab) -> None:
+    do = [("train", 1), ("save", lab.folder / "stops")]
+    (lab.folder / "stops").mkdir()
+    with pytest.raises(AssertionError, match="flattened_range is not supported"):
+        lab.run("areal_megatron_job", [RELEASE, "needs"], 2, do, parallel={"tp": 2})
