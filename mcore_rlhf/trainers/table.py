@@ -165,7 +165,8 @@ class Trainer:
         shown = (
             one
             for one in self.parts
-            if like is not None and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors")
+            if like is not None
+            and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors".lstrip("/"))
         )
         return next(shown, next(iter(self.parts), None))
 

@@ -7,7 +7,7 @@ AReaL's and not stubbed, on its own CPU platform. Model, DDP, optimizer and sche
 
 from __future__ import annotations
 
-import queue
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from mcore_rlhf.demo.trainer import Trainer
 
 # isort: split
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mcore_rlhf.demo.configs import Parallel, Training
 from tests.reference.dist_jobs import write_in_this_process
@@ -35,8 +34,6 @@ class Run:
         self.trainer = Trainer(model_of(orders), Parallel(**orders["parallel"]), training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
         write_in_this_process()
-        for name in ("_get_write_results_queue", "get_write_results_queue"):  # a process that outlives its rank
-            setattr(filesystem_async, name, queue.Queue)
         self.manager = MegatronCheckpointManager(
             self.trainer.chunks, self.trainer.optimizer, self.trainer.scheduler,
             use_checkpoint_opt_param_scheduler=orders.get("schedule", True),
@@ -54,6 +51,8 @@ class Run:
 
     def save(self, path: str, at: int) -> None:
         self.manager.save_checkpoint(path)
+        for one in multiprocessing.active_children():  # who gathers what was written outlives its rank
+            one.terminate()
 
     def load(self, path: str) -> None:
         self.manager.load_checkpoint(path)

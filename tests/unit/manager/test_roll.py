@@ -17,6 +17,7 @@ from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import MASTER, PARAM
 from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
@@ -160,6 +161,14 @@ def test_its_run_is_written(root: Path, tmp_path: Path) -> None:
     assert (new.state.iteration, new.state.scheduler, new.state.groups) == (4, old.state.scheduler, old.state.groups)
     held = torch.load(tmp_path / "new" / STEP / WEIGHTS)  # of weights alone, as ROLL's load asks for
     assert [*held] == ["model"]
+
+
+def test_how_the_optimizer_lies_is_as_like_shows(root: Path, tmp_path: Path) -> None:
+    into_run(root / STEP, tmp_path / "shows", optimizer_sharding="fully_reshardable")
+    into_run(root / STEP, tmp_path / "new", like=str(tmp_path / "shows"))
+    family = MegatronState.of(open_checkpoint(tmp_path / "new" / STEP, ReadOptions()))
+    assert family is not None
+    assert family.sharding == "fully_reshardable"
 
 
 def test_a_step_of_another_trainers_run_becomes_one(root: Path, tmp_path: Path) -> None:
