@@ -144,7 +144,9 @@ def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
     """The model in Megatron's format that shows where the run has its parts; None where there is none."""
     if options.write.like is None or not trainer.parts:
         return None
-    path = checkpoint_path(Path(options.write.like).expanduser(), follow_links=options.read.follow_links)
+    step = _shown_step(given := Path(options.write.like).expanduser())
+    place = given if step is None else next(iter(step.models().values()), given)
+    path = checkpoint_path(place, follow_links=options.read.follow_links)
     found = format_at(path) if path.is_dir() else None
     return path if found is not None and Takes.MEGATRON in found.takes else None
 

@@ -15,9 +15,9 @@ from mcore_rlhf.families.dist_parts import DistParts
 from .table import Counters, Trainer
 
 _PARTS = DistParts(
-    "", "", "rng", "lr_scheduler", "huggingface", "", "dp_reshardable", {"overlap_grad_reduce": False}, ""
-)
-
+    "", "", "rng", "lr_scheduler", "huggingface", "", "fully_reshardable", {"overlap_grad_reduce": False},
+    "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable=true",
+)  # fmt: skip
 TRAINER = Trainer(
     name="skyrl",
     title="SkyRL",

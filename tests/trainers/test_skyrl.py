@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Unportable
+from mcore_rlhf.errors import Unportable, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
@@ -143,7 +143,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
 
 @pytest.mark.timeout(900)
 def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
-    """By ``dp_reshardable``, its default, and, where a run shows it, reshardable; with a schedule that counted samples meanwhile, too."""
+    """Reshardable, with a schedule that counted samples meanwhile, too; flat buffers are refused."""
     parallel = {"tp": 2}
     folder, how = lab.folder / "tp-2" / STEP, {"parallel": parallel, "fully": True}
     needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
@@ -159,10 +159,14 @@ def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
         convert_step(find(source_of, ReadOptions()), run, options)
         things = (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
         assert {told(run)[thing] for thing in things} == {Outcome.RESTORED}
-    of_like, *of_flat = [("attempt", run / STEP / "policy") for run in runs]
-    seen = lab.run("skyrl_megatron_job", needed, 2, [of_like], **{**how, "seed": 7})
-    seen += lab.run("skyrl_megatron_job", needed, 2, of_flat, **{**how, "fully": False, "seed": 7})
+    do = [("attempt", run / STEP / "policy") for run in runs]
+    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
     assert [[step["loss"] for step in one["steps"]] for one in seen] == [[step["loss"] for step in wanted]] * 3
+    flat = ConvertOptions(
+        to="skyrl", fsync=False, workers=1, write=replace(written, optimizer_sharding="dp_reshardable")
+    )
+    with pytest.raises(UsageError, match="and the losses were others"):
+        convert_step(find(folder, ReadOptions()), lab.folder / "flat", flat)
 
 
 def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:

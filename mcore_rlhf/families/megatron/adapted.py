@@ -14,10 +14,10 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import SCHEDULE, random_files
-from mcore_rlhf.families.source import StoredFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
 
 from .folders import FileRank
 from .state import SCHEDULER_KEYS
