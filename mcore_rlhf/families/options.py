@@ -17,6 +17,7 @@ from mcore_rlhf.errors import Problems, UsageError, shown
 from mcore_rlhf.models.spec import Rules
 from mcore_rlhf.storage.paths import ReadablePath, local_path
 
+from .dist_parts import DistParts
 from .format_options import FormatOptions
 from .job_options import JobOptions
 from .option_types import (
@@ -59,33 +60,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class DistParts:
-    """Where a trainer has what Megatron-core has in one folder of ``torch_dist``: in several, relative to a model's own.
-
-    Args:
-        model: The folder of the weights; empty where they are Hugging Face's files, in that of the description.
-        optimizer: That of the optimizer and the scheduler.
-        extra: That of the random states.
-        scheduler: The key of the scheduler's state.
-        described: The folder of the model's ``config.json`` and tokenizer.
-        contents: The file, written last, that says what lies where.
-        sharding: How its loader takes a distributed optimizer's states where it takes the weights from there, too.
-        arguments: What decides how its buffers are cut, as its runs have it unless they are told otherwise.
-        told: How the trainer is told to take the weights from there, with ``{path}`` for the step's folder.
-    """
-
-    model: str
-    optimizer: str
-    extra: str
-    scheduler: str
-    described: str
-    contents: str
-    sharding: str
-    arguments: Mapping[str, object]
-    told: str
-
-
-@dataclass(frozen=True, slots=True)
 class RunOf:
     """For whose run a target is: what its trainer makes, whatever the run is; empty for none.
 
@@ -110,6 +84,11 @@ class RunOf:
     shown: str = ""
     strategy: str = ""
     beside: RunFiles | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """See :class:`DistParts`."""
+        return self.parts is not None and self.parts.adapted
 
     @property
     def arguments(self) -> Mapping[str, object]:

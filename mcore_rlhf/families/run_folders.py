@@ -42,16 +42,22 @@ Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/megatron/megatron_
 ADAPTED, SCHEDULE, RANDOM = (
     "mca_config.json",
     "scheduler.pt",
-    ("rng_state/rng_state_{rank}.pth", "rng_state_{rank}.pth"),
+    ("rng_state/rng_state_{rank}.pth", "rng_state_{rank}.pth", "rng_state.pth"),
 )
 """What a step of ROLL's has beside its only iteration, which is 1 at every step: the fields of the model's configuration, and what else
-goes on; random states lie at the second place in a step of mcore_adapter's own ``McaTrainer``, which LLaMA-Factory runs. The iteration has
-the weights as each rank has them, or in the first folder, and in the second a distributed optimizer.
+goes on; random states lie at the second place in a step of mcore_adapter's own ``McaTrainer``, which LLaMA-Factory runs, and at the third
+where that is one process. The iteration has the weights as each rank has them, or in the first folder, and in the second a distributed
+optimizer; a plain one lies beside each rank's weights.
 
 Source: ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/checkpointing.py`` (``save_config_and_state_dict``),
 ``trainer/trainer.py`` (``McaTrainer``), ``roll/distributed/strategy/megatron_strategy.py`` (``MegatronTrainStrategy.save_checkpoint``).
 """
 ADAPTED_MODEL, ADAPTED_OPTIMIZER = "dist_model", "dist_optimizer"
+ROLLS_DCP = "dcp"
+"""What it has a step's DCP folder called, on FSDP2. Source: the same, ``roll/distributed/strategy/fsdp2_strategy.py``."""
+ADAPTED_ITERATION, COUNTED = 1, "pipeline/worker_state_pipeline.json"
+_OF_MCA = ("trainer_state.json", "training_args.bin")
+"""What ``McaTrainer`` leaves in its steps, and ROLL does not, which counts its own from 0."""
 PEFT_CONFIG = "adapter_config.json"
 OF_ROLLS_LORA = (
     f"a LoRA of ROLL's: each rank's adapters in a folder with {PEFT_CONFIG}, the optimizer of these alone in the step, no base: not read\n"
@@ -70,6 +76,40 @@ def adapted_step(folder: ReadablePath) -> ReadablePath | None:
     return next((above for above in named if (above / ADAPTED).is_file()), None)
 
 
+def random_files(step: ReadablePath) -> dict[int, str]:
+    """The files with random states, relative to a step, by rank.
+
+    Args:
+        step: Its folder.
+    """
+    for pattern in RANDOM:
+        named = re.compile(re.escape(pattern).replace(re.escape("{rank}"), r"(\d{1,7})"))
+        there = (one.relative_to(step).as_posix() for one in step.glob(pattern.format(rank="*")))
+        found = {int((match.groups() or (0,))[0]): match[0] for name in there if (match := named.fullmatch(name))}
+        if found:
+            return dict(sorted(found.items()))
+    return {}
+
+
+def adapted_number(step: ReadablePath) -> int | None:
+    """How many steps are done after one of ROLL's, or of ``McaTrainer``'s, by its counters, or its name; None where neither says.
+
+    Args:
+        step: Its folder, or one in it.
+
+    Raises:
+        Corrupt: The counters cannot be read, or do not say.
+    """
+    for folder in (step, absolute(step).parent):
+        if (folder / COUNTED).is_file():
+            return _said_in(folder / COUNTED, "step", _NO_COUNT) + 1
+        if (folder / _OF_MCA[0]).is_file():
+            return _said_in(folder / _OF_MCA[0], _GLOBAL_STEP, _NO_COUNT)
+    named = next((number for _, number in _steps_at(step)), None)
+    return named if named is None or any((step / name).is_file() for name in _OF_MCA) else named + 1
+
+
+_NO_COUNT = "ROLL itself does not go on from it. Copy the file again from where it was written."
 RECOVERED, RECOVER_INFO, RECOVER_STEP = "recover_checkpoint", "recover_info", "step_info.json"
 """What AReaL calls a role's folder, the one beside the roles that says how far the run is, and the file in that with the step."""
 _GLOBAL_STEP, _MOST_STEPS = "global_step", 10**15
@@ -85,32 +125,41 @@ def recovered_step(info: ReadablePath) -> int | None:
         Corrupt: It cannot be read, or does not say.
     """
     path = info / RECOVER_STEP
-    if not path.is_file():
-        return None
+    return _said_in(path, _GLOBAL_STEP, _NO_STEP) + 1 if path.is_file() else None
+
+
+def _said_in(path: ReadablePath, key: str, advice: str) -> int:
+    """A number of a step in a file of JSON.
+
+    Raises:
+        Corrupt: It cannot be read, or does not say.
+    """
     try:
-        said = reading.read_json(path)[_GLOBAL_STEP]
+        said = reading.read_json(path)[key]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise Corrupt(
-            f"{path}: expected JSON with {_GLOBAL_STEP}: {type(error).__name__}: {error}\n{_NO_STEP}"
-        ) from error
+        raise Corrupt(f"{path}: expected JSON with {key}: {type(error).__name__}: {error}\n{advice}") from error
     if type(said) is not int or not -1 <= said < _MOST_STEPS:
-        raise Corrupt(f"{path}: {_GLOBAL_STEP} should be a whole number from -1 on, and is {said!r:.80}\n{_NO_STEP}")
-    return said + 1
+        raise Corrupt(f"{path}: {key} should be a whole number from -1 on, and is {said!r:.80}\n{advice}")
+    return said
 
 
 _NO_STEP = "AReaL itself begins such a run anew; a model of it is read as it is where its folder lies elsewhere."
 
 
 def named_step(path: ReadablePath) -> int | None:
-    """The step in the name of a folder, or of one above it, or in AReaL's file beside it; None where none says one.
+    """The step in the name of a folder, or of one above it, or in AReaL's or ROLL's file beside it; None where none says one.
 
     Args:
         path: A checkpoint's folder.
 
     Raises:
-        Corrupt: See :func:`recovered_step`.
+        Corrupt: See :func:`recovered_step` and :func:`adapted_number`.
     """
+    if (step := adapted_step(path)) is not None:
+        return adapted_number(step)
     here = absolute(path)
+    if here.name == ROLLS_DCP and _STEP.fullmatch(here.parent.name):
+        return adapted_number(here.parent)
     if here.name == RECOVERED and (found := recovered_step(here.parent.parent / RECOVER_INFO)) is not None:
         return found
     return next((step for _, step in _steps_at(path)), None)

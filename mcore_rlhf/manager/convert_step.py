@@ -234,10 +234,10 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     with publication(folder, replaceable, manifest_name=name, **published_by(options)) as into:
         job = prepare_step(source, options)
         publish(conversion_of(job, options), into, options, progress)
-    in_parts = any(planned.target.described for planned in job.jobs.values())
+    in_parts = Takes.MEGATRON in format_named(options.to).takes
     job.published, job.trainer = folder, trainer.name
     parts = options.write.run_of.parts if in_parts else None
-    told = f"{trainer.told} {parts.told}" if parts is not None else trainer.told
+    told = f"{trainer.told} {parts.told}".rstrip() if parts is not None else trainer.told
     job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
     track(root, trainer, step, fsync=options.fsync)
     return job

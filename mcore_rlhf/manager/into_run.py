@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
@@ -25,7 +26,7 @@ from mcore_rlhf.trainers.table import Trainer
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
 from .runs import TrainerRun, TrainerStep, run_at, step_at
-from .subject import Subject, former_of
+from .subject import Subject, as_whole, former_of
 
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
@@ -61,6 +62,11 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         parallel = open_checkpoint(like, options.read, partial=True).parallel
         degrees = {name: getattr(parallel, name) for name in _DEGREES}
         write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
+    if like is not None and write.optimizer_sharding is None and any(parts.as_asked for parts in trainer.parts):
+        family = MegatronState.of(
+            open_checkpoint(like, options.read, partial=True)
+        )  # its loader asks for what its run says
+        write = replace(write, optimizer_sharding=None if family is None else family.sharding)
     to = _format_of(trainer, write, megatron=any(degree is not None for degree in degrees.values()))
     row = next((row for row in ROWS if row.format in trainer.formats and row.format != to), None)
     if like is None and write.like is not None and Takes.ZERO_STAGE in format_named(to).takes:
@@ -138,7 +144,9 @@ def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
     """The model in Megatron's format that shows where the run has its parts; None where there is none."""
     if options.write.like is None or not trainer.parts:
         return None
-    path = checkpoint_path(Path(options.write.like).expanduser(), follow_links=options.read.follow_links)
+    step = _shown_step(given := Path(options.write.like).expanduser())
+    place = given if step is None else next(iter(step.models().values()), given)
+    path = checkpoint_path(place, follow_links=options.read.follow_links)
     found = format_at(path) if path.is_dir() else None
     return path if found is not None and Takes.MEGATRON in found.takes else None
 
@@ -155,6 +163,7 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
         UsageError: The trainer has no model of that role, or of none that the step has.
         CheckpointError: A lone checkpoint cannot be opened.
     """
+    source = as_whole(source)
     if not source.alone:
         models = {role: folder for role, folder in source.models.items() if trainer.place_of(role) is not None}
         if not models:

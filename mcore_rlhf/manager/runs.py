@@ -409,6 +409,25 @@ def without_data(folder: ReadablePath, ranks: int = 1) -> list[str]:
     ]
 
 
+def without_random(folder: ReadablePath, ranks: int) -> list[str]:
+    """Files with random states of ranks, where a step's trainer writes them and goes on without: those ranks draw other numbers.
+
+    Args:
+        folder: Any path.
+        ranks: Of the run.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    found = step_at(folder)
+    if found is None or not found.trainer.random:
+        return []
+    gone = [rank for rank in range(ranks) if not is_there(folder / found.trainer.random.format(rank=rank))]
+    of = f", of {len(gone)} of {ranks} ranks" if ranks > 1 else ""
+    said = f"{{}}: without it {found.trainer.title} goes on with other random states{of}"
+    return [said.format(found.trainer.random.format(rank=gone[0]))] if gone else []
+
+
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:
     for name in names_in(root) if trainer.aside else ():
         number = trainer.step_aside(name)

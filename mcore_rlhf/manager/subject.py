@@ -427,9 +427,20 @@ def _of_roles(folder: ReadablePath, options: ReadOptions, number: int = 0) -> Su
     return Subject(folder, dict.fromkeys(roles, folder), options, step) if len(roles) > 1 else None
 
 
+def as_whole(source: Subject) -> Subject:
+    """The step of several roles in whose folder a lone model lies, where that is the step's own; else the model, as it is.
+
+    Args:
+        source: What a path means.
+    """
+    step = step_at(source.folder) if source.alone and source.options.role is None else None
+    found = None if step is None else _of_trainer(step, source.options)
+    return found or source
+
+
 def _beside_of(step: TrainerStep, models: Collection[ReadablePath]) -> tuple[str, ...]:
-    """The files of another trainer's step that lie in none of its models' folders; where that is the run's own, what it goes on by."""
-    if step.trainer.in_place:
+    """The files of another trainer's step that lie in none of its models' folders; where one is the step's own, what it goes on by."""
+    if step.trainer.in_place or step.folder in models:
         return tuple(name for name in step.trainer.needs if is_there(step.folder / name))
     return () if step.trainer.by_role else tuple(_beside(step.folder, models))
 

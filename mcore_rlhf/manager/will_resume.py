@@ -17,6 +17,7 @@ from math import prod
 from mcore_rlhf.core.facts import Kind
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Unportable, UsageError, headline
 from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
@@ -447,7 +448,7 @@ def held_by(folder: ReadablePath) -> Held:
     dtypes: Counter[str] = Counter()
     for param in source.model.params:
         dtypes[str(param.dtype)] += prod(param.global_shape)
-    state, module = source.state, ModuleState.of(source)
+    state, module, megatron = source.state, ModuleState.of(source), MegatronState.of(source)
     return Held(
         unread=headline(source.unread).replace(f"{folder}/", ""),
         unportable=issubclass(source.refused, Unportable),
@@ -462,4 +463,5 @@ def held_by(folder: ReadablePath) -> Held:
         args=state.args,
         values=frozenset(map(str, state.other)),
         counted=at if type(at := (state.scheduler or {}).get("num_steps")) is int else 0,
+        sharding=(megatron.sharding if megatron is not None else None) or "",
     )

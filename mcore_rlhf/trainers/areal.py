@@ -7,11 +7,14 @@ Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.dump``, ``load``:
 anew, with a warning; ``RecoverHandler``), ``areal/utils/saver.py`` (``Saver.get_recover_checkpoint_path``, ``get_model_save_path``),
 ``areal/engine/fsdp_engine.py`` (``_save_to_dcp``; ``_create_optimizer``: one param group), ``areal/utils/timeutil.py``
 (``FrequencyControl.load_state_dict``: how often it saves is what the file says, not the configuration),
-``areal/trainer/rl_trainer.py`` (``_save_recover_checkpoint``; ``train`` goes by ``global_step`` alone).
+``areal/trainer/rl_trainer.py``
+(``_save_recover_checkpoint``; ``train`` goes by ``global_step`` alone), ``areal/engine/megatron_utils/checkpointer.py``
+(``generate_state_dict``: a distributed optimizer's states as megatron-core has them without metadata).
 """
 
 from __future__ import annotations
 
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED, recovered_step
 
 from .table import Counters, Trainer
@@ -33,6 +36,17 @@ _MADE: dict[str, dict[str, object]] = {
     "saver_info.json": _every(1, None), "evaluator_info.json": _every(1, None), "checkpoint_info.json": _every(1, 10),
     "stats_logger_info.json": {"last_commit_step": 0},
 }  # fmt: skip
+_PARTS = DistParts(
+    "",
+    "",
+    "",
+    "lr_scheduler",
+    "",
+    "",
+    "fully_sharded_model_space",
+    {},
+    "actor.megatron.use_checkpoint_opt_param_scheduler=true",
+)
 _DATA = f"{RECOVER_INFO}/dataloader_info.pkl"
 
 TRAINER = Trainer(
@@ -55,7 +69,8 @@ TRAINER = Trainer(
     made={f"{RECOVER_INFO}/{name}": content for name, content in _MADE.items()},
     made_says="weights for serving and an evaluation every epoch, a recover checkpoint every 10 steps, whatever the configuration says",
     second_group=(),
-    formats=("dcp",),
+    formats=("dcp", "megatron-dist"),
+    parts=(_PARTS,),
     told="recover.mode=auto experiment_name=… trial_name=… cluster.fileroot=…, so that its checkpoints/USER/EXPERIMENT/TRIAL is {root}",
 )
 

@@ -32,7 +32,7 @@ from .table import Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
-    open_instruct.TRAINER, openrlhf.TRAINER, roll.TRAINER, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
+    open_instruct.TRAINER, openrlhf.TRAINER, roll.ADAPTER, roll.TRAINER, roll.FSDP, ms_swift.TRAINER, nemo_rl.TRAINER, prime_rl.TRAINER,
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
@@ -50,7 +50,10 @@ _OF_FORMATS = ("*.safetensors", "*.distcp", "mp_rank_*", "*_model_states.pt", "l
 @cache
 def left_by_trainers() -> tuple[str, ...]:
     """What lies in a step, or in a model of one, that some trainer wrote: names and patterns."""
-    marks = (mark.removeprefix("*/") for one in TRAINERS for mark in (*one.marks, *filter(None, [one.tracker])))
+    named = (
+        mark for one in TRAINERS for marks in (*one.marks, *filter(None, [one.tracker])) for mark in marks.split("&")
+    )
+    marks = (mark.removeprefix("*/") for mark in named)
     return tuple(dict.fromkeys([*marks, *_OF_FORMATS]))
 
 

@@ -73,6 +73,7 @@ class Held:
         args: The run's arguments.
         values: Keys of further values.
         counted: Where a schedule of Megatron-core's stands; 0 elsewhere.
+        sharding: How a distributed optimizer's states are stored in ``torch_dist``; empty elsewhere.
         unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
         unportable: Whether that is because it is of use to its own framework alone, and nothing is known to be wrong with it.
     """
@@ -92,6 +93,7 @@ class Held:
     args: Mapping[str, object] = field(default_factory=dict)
     values: frozenset[str] = frozenset()
     counted: int = 0
+    sharding: str = ""
 
 
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")

@@ -10,8 +10,14 @@ FileNotFoundError, without a tracker from scratch), ``skyrl/train/sft_trainer.py
 
 from __future__ import annotations
 
+from mcore_rlhf.families.dist_parts import DistParts
+
 from .table import Counters, Trainer
 
+_PARTS = DistParts(
+    "", "", "rng", "lr_scheduler", "huggingface", "", "fully_reshardable", {"overlap_grad_reduce": False},
+    "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable=true",
+)  # fmt: skip
 TRAINER = Trainer(
     name="skyrl",
     title="SkyRL",
@@ -24,6 +30,7 @@ TRAINER = Trainer(
     data="data.pt",
     counters=Counters("trainer_state.pt", "global_step", {"global_step": "step"}),
     strategy="fsdp",
-    formats=("fsdp-ranks",),
+    formats=("fsdp-ranks", "megatron-dist"),
+    parts=(_PARTS,),
     told="trainer.ckpt_path={root} trainer.resume_mode=latest",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import cached_property
 from string import Formatter
 from typing import Literal
 
-from mcore_rlhf.families.options import DistParts
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.storage.paths import ReadablePath, lies_in
 
 STEP = "step"
@@ -46,7 +46,8 @@ class Trainer:
         title: What its authors call it.
         steps: What a step's folder is called in the root: patterns with one field, ``{step}``, and ``*`` for any text; the first, which has
             none, is the one that is written. None where the run's folder is its one step, which the next one is written over.
-        marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name.
+        marks: Patterns of what lies in a step, of which one is there in each of its own, and in nobody else's of that name; with ``&``
+            between them, of what lies there together.
         beside: Patterns, with ``{step}``, of what lies beside its steps in the root, of which one is there: what tells a step from those of
             the trainer that it saves with, where nothing in the step does.
         over: Trainers that it saves with, whose files lie in its own steps as well.
@@ -61,6 +62,7 @@ class Trainer:
         resumes: What it goes on from by itself.
         data: Where a step says how far the data are, as a state of torchdata's ``StatefulDataLoader``; empty where it does not. With
             ``{rank}``, each data-parallel rank has one, of its share.
+        random: Where each rank's random states lie in a step, with ``{rank}``, where it goes on without them and says so in a log alone.
         opens_data: Whether it opens that file without a look, and stops where it is not there.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
             the loader's own state.
@@ -101,6 +103,7 @@ class Trainer:
     counted: str = ""
     resumes: Resumed = "tracker"
     data: str = ""
+    random: str = ""
     opens_data: bool = False
     skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
@@ -162,7 +165,8 @@ class Trainer:
         shown = (
             one
             for one in self.parts
-            if like is not None and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors")
+            if like is not None
+            and lies_in(like, f"{one.model}/*" if one.model else f"{one.described}/*.safetensors".lstrip("/"))
         )
         return next(shown, next(iter(self.parts), None))
 
@@ -196,7 +200,7 @@ class Trainer:
     def wrote(self, step: ReadablePath) -> bool:
         """Whether a folder, which is called as a step is, has in it, or beside it, what this trainer leaves there."""
         number = self.step_of(step.name)
-        return any(lies_in(step, mark) for mark in self.marks) or any(
+        return any(all(lies_in(step, one) for one in mark.split("&")) for mark in self.marks) or any(
             lies_in(step.parent, mark.format(step=number)) for mark in self.beside
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mcore_rlhf.families.options import DistParts
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.run_folders import CONTENTS, SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS
 
 from .table import Trainer

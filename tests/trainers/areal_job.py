@@ -47,7 +47,8 @@ _NEITHER = (
 """Of AReaL itself: agents, other engines than the one that runs, and tables in logs."""
 
 
-def _imported() -> None:
+def imported() -> None:
+    """Empty modules in the place of what is not its own."""
     stand_in(*_NEITHER, instead=True)
     stand_in(*_SERVES)
     logging.raiseExceptions = False  # its formatter is one of colorlog's
@@ -68,7 +69,7 @@ class Run:
     """Actor and, where the orders say so, critic of a run."""
 
     def __init__(self, orders: dict[str, Any]) -> None:
-        _imported()
+        imported()
         from areal.api import FinetuneSpec
         from areal.api.cli_args import TrainDatasetConfig
         from areal.utils.dataloader import create_dataloader

@@ -59,6 +59,8 @@ def imported() -> Any:
         "__init__": lambda self, *given, **named: None, "__enter__": lambda self: self, "__exit__": lambda self, *given: None, "last": 0.0,
     })  # fmt: skip
     import_module("roll.utils.logging").get_logger = lambda: SimpleNamespace(info=print)  # type: ignore[attr-defined]
+    # which megatron-core before 0.11 had, and its save of a plain optimizer asks for
+    parallel_state.get_data_modulo_expert_parallel_rank = parallel_state.get_expert_data_parallel_rank  # type: ignore[attr-defined]
     platform = import_module("mcore_adapter.platforms").current_platform
     platform.get_rng_state, platform.set_rng_state = (
         torch.cuda.get_rng_state,
@@ -89,19 +91,20 @@ def chunk_of(model: TinyGPT, parallel: Parallel, config: Any, stage: int | None)
 class Run:
     """A run of ROLL's: what its strategy has of the model, the optimizer and the schedule."""
 
-    def __init__(self, tp: int, pp: int, world: int, ckpt_format: str, sharding: bool) -> None:
+    def __init__(self, tp: int, pp: int, world: int, ckpt_format: str, kind: str, sharding: bool) -> None:
         strategy = imported()
         trainer.build_chunk = chunk_of
         self.of = trainer.Trainer(
             TinyGPT(**TINY, dtype="bf16", dropout=0.0), Parallel(tp=tp, pp=pp, dp=world // (tp * pp)),
-            Training(micro_batch_size=2, global_batch_size=4, optimizer="distributed"),
+            Training(micro_batch_size=2, global_batch_size=4, optimizer=kind),
         )  # fmt: skip
         factory, utils = (
             import_module("mcore_adapter.models.model_factory"),
             import_module("mcore_adapter.trainer.utils"),
         )
         args = SimpleNamespace(
-            ckpt_format=ckpt_format, save_hf_model=False, save_only_model=False, use_distributed_optimizer=True,
+            ckpt_format=ckpt_format, save_hf_model=False, save_only_model=False, device="cpu",
+            use_distributed_optimizer=kind == "distributed",
             process_index=dist.get_rank(), distrib_optim_fully_reshardable=sharding,
             distrib_optim_fully_reshardable_mem_efficient=False,
         )  # fmt: skip
@@ -161,9 +164,10 @@ def main(job: str, folder: str, result: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{result}.{job}.store", rank=rank, world_size=world)
     with cpu_megatron.CudaMeansCpu():
-        make = partial(Run, tp, pp, world, os.environ.get("CKPT_FORMAT", "legacy"), job == "reshardable")
-        if job in ("loads", "core"):
-            by = Run.load if job == "loads" else Run.load_core
+        told = [os.environ.get(name, usual) for name, usual in (("CKPT_FORMAT", "legacy"), ("KIND", "distributed"))]
+        make = partial(Run, tp, pp, world, *told, job.endswith("reshardable"))
+        if job in ("loads", "loads_reshardable", "core"):
+            by = Run.load_core if job == "core" else Run.load
             seen = [by(make(), step) for step in Path(folder, "copies.txt").read_text().splitlines()]
         else:
             run = make()

@@ -27,7 +27,7 @@ from tests.reference import bridge_jobs
 from tests.reference.dist_jobs import write_in_this_process
 from tests.trainers.absent import stand_in
 from tests.trainers.lessons import Step, begin
-from tests.trainers.verl_megatron_job import model_of
+from tests.trainers.verl_megatron_job import by_steps, model_of
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # which pydantic wants before Python 3.12
 stand_in("flash_attn", "vllm", "httpx", "wandb", "liger_kernel", "megatron.bridge", "transformer_engine")
@@ -58,7 +58,8 @@ class Run:
 
     def step(self, number: int) -> Step:
         self.trainer.iteration = number - 1
-        loss = self.trainer.train_step()
+        with by_steps(self.trainer.scheduler):
+            loss = self.trainer.train_step()
         lr = [group["lr"] for group in self.trainer.optimizer.param_groups]
         return {"loss": loss, "lr": lr, "drawn": torch.rand(1).item()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Unportable
+from mcore_rlhf.errors import Unportable, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.convert_step import convert_step
+from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.skyrl import TRAINER
@@ -137,6 +140,34 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     target = lab.folder / f"{folder.parent.name}-megatron"
     write = WriteOptions(**parallel, dp=1, global_batch_size=4)  # its schedule counts steps
     assert convert(own, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=write)).lossless
+
+
+@pytest.mark.timeout(900)
+def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
+    """Reshardable, with a schedule that counted samples meanwhile, too; flat buffers are refused."""
+    parallel = {"tp": 2}
+    folder, how = lab.folder / "tp-2" / STEP, {"parallel": parallel, "fully": True}
+    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+    own, wanted = lab.once(
+        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
+    )
+    torch.save({"global_step": 3}, folder / "trainer_state.pt")
+    target, written = lab.folder / "for-skyrl", WriteOptions(**parallel, dp=1, global_batch_size=4)
+    convert(own, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=written))
+    runs = [lab.folder / f"megatron-{name}" for name in ("like", "own", "back")]
+    for source_of, run, like in ((folder, runs[0], folder), (folder, runs[1], None), (target, runs[2], None)):
+        options = ConvertOptions(to="skyrl", fsync=False, workers=1, write=replace(written, like=like and str(like)))
+        convert_step(find(source_of, ReadOptions()), run, options)
+        things = (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
+        assert {told(run)[thing] for thing in things} == {Outcome.RESTORED}
+    do = [("attempt", run / STEP / "policy") for run in runs]
+    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
+    assert [[step["loss"] for step in one["steps"]] for one in seen] == [[step["loss"] for step in wanted]] * 3
+    flat = ConvertOptions(
+        to="skyrl", fsync=False, workers=1, write=replace(written, optimizer_sharding="dp_reshardable")
+    )
+    with pytest.raises(UsageError, match="and the losses were others"):
+        convert_step(find(folder, ReadOptions()), lab.folder / "flat", flat)
 
 
 def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:

@@ -21,14 +21,16 @@ from typing import cast
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.run_folders import (
     ADAPTED,
+    ADAPTED_OPTIMIZER,
     CONTENTS,
-    RANDOM,
     TRANSFORMER,
     adapted_step,
+    random_files,
     role_of,
     weights_of,
 )
-from mcore_rlhf.models.meaning.declared import arguments
+from mcore_rlhf.models.meaning.arguments import modern
+from mcore_rlhf.models.meaning.declared import arguments, transformer_fields, version
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
@@ -54,6 +56,22 @@ _PADS = "should_pad_vocab"
 UNTIED = "untie_embeddings_and_output_weights"
 _TIED, _GATED, _ACTIVATION = "share_embeddings_and_output_weights", "gated_linear_unit", "activation_func"
 _GROUPS, _HEADS = "num_query_groups", "num_attention_heads"
+_OF_ROLL = {
+    "rotary_scaling": "use_rope_scaling", "rotary_scaling_factor": "rope_scaling_factor", "max_sequence_length": "max_position_embeddings",
+    "moe_use_shared_expert_gate": "moe_shared_expert_gate",
+}  # fmt: skip
+_ROLL_ALONE = (
+    "position_embedding_type",
+    "padded_vocab_size",
+    "squared_relu",
+    "swiglu",
+    "rotary_base",
+    "rotary_percent",
+    "transformer_impl",
+)
+_ROLL_TIED = "tie_embeddings_and_output_weights"
+"""What ROLL calls otherwise, or has besides the fields of a ``TransformerConfig``."""
+_OF_A_RANK, MANIFEST = re.compile(r"__(\d{1,7})_\d+\.distcp"), "manifest.json"
 _OF_A_CLASS = re.compile(r"[A-Z]\w*\.\w+")
 """A member of an enumeration, as text."""
 _ACTIVATIONS = {"silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu"}
@@ -166,14 +184,49 @@ def _of_roll(step: ReadablePath) -> dict[str, object]:
 
     Its own runs pad no vocabulary, and overlap no gradients unless they are told to, which is stored nowhere.
     """
-    fields = _json(step / ADAPTED)
-    plain = {name: value for name, value in _plain(fields) if not _OF_A_CLASS.fullmatch(str(value))}
-    plain |= {"make_vocab_size_divisible_by": 1, "use_distributed_optimizer": True, "overlap_grad_reduce": False}
-    if world := max(len([*step.glob(one.format(rank="*"))]) for one in RANDOM):
-        plain["world_size"] = world
-    if isinstance(tied := fields.get("tie_embeddings_and_output_weights"), bool):
+    apart = any(step.glob("iter_*/mp_rank_*/optimizer.pt"))
+    plain: dict[str, object] = {
+        "make_vocab_size_divisible_by": 1, "use_distributed_optimizer": not apart, "overlap_grad_reduce": False,
+    }  # fmt: skip
+    ours = (step / MANIFEST).is_file()  # whose files are numbered otherwise
+    named = (
+        () if ours else (_OF_A_RANK.fullmatch(one.name) for one in step.glob(f"iter_*/{ADAPTED_OPTIMIZER}/*.distcp"))
+    )
+    if ranks := {*random_files(step), *(int(found[1]) for found in named if found)}:
+        plain["world_size"] = max(ranks) + 1
+    return {**read_back(_json(step / ADAPTED)), **plain}
+
+
+def read_back(fields: Mapping[object, object]) -> dict[str, object]:
+    """The arguments that the fields of ROLL's configuration amount to.
+
+    Args:
+        fields: The content of ``mca_config.json``.
+    """
+    named = {_OF_ROLL.get(str(name), name): value for name, value in fields.items()}
+    plain = {name: value for name, value in _plain(named) if not _OF_A_CLASS.fullmatch(str(value))}
+    if isinstance(tied := fields.get(_ROLL_TIED), bool):
         plain[UNTIED] = not tied
     return {**plain, **_of_model({name: fields[name] for name in (_GROUPS, _HEADS) if name in fields})}
+
+
+def adapted_config(args: Mapping[str, object], shown: ReadablePath) -> dict[object, object]:
+    """The fields of ROLL's configuration that say what arguments say; whatever else a model of ROLL's has is as it is there.
+
+    Args:
+        args: Of the run.
+        shown: The model's folder, or any.
+    """
+    back = {argument: name for name, argument in {**_OF_ROLL, **_NAMES}.items()}
+    fields = transformer_fields()[max(transformer_fields(), key=version)].keys() | {*_OF_ROLL, *_ROLL_ALONE}
+    said = {back.get(name, name): value for name, value in modern(args).items()}
+    plain = (bool, int, float, str, type(None))
+    found: dict[object, object] = {
+        name: value for name, value in said.items() if name in fields and isinstance(value, plain)
+    }
+    found["gated_linear_unit"] = bool(args.get("swiglu") or args.get("geglu") or args.get("quick_geglu"))
+    found[_ROLL_TIED] = not args.get(UNTIED, True)
+    return {**_json(shown / ADAPTED), **found}
 
 
 def _json(file: ReadablePath) -> Mapping[object, object]:

@@ -215,6 +215,7 @@ class MegatronState(Family):
         scalars: Values that the plain optimizer keeps per parameter and that are equal for all.
         by_size: Whether a layer-wise optimizer dealt parameters by their size, whatever ``use_layer_wise_param_layout`` says: runs of
             ``pretrain_gpt.py`` do so even where that is true. Source: megatron-core 0.19.2, ``training/models/dist_utils.py``.
+        sharding: How ``torch_dist`` has a distributed optimizer's states; None elsewhere.
     """
 
     names: ClassVar[str] = "megatron"
@@ -225,6 +226,7 @@ class MegatronState(Family):
     unknown: list[str]
     scalars: dict[str, object] = field(default_factory=dict)
     by_size: bool = field(default=False, kw_only=True)
+    sharding: str | None = field(default=None, kw_only=True)
 
     @property
     def rng_ranks(self) -> int:

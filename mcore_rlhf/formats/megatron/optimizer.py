@@ -163,18 +163,18 @@ def _keeps_no_state(shards: Sequence[RankShard], args: Arguments) -> bool:
         return False
     members = [(shard, member) for shard in shards for member in _members(shard)]
     skipped = all("grad_scaler" in member and not has_plain_state(member) for _, member in members) and not any(
-        group.fields.get("step") for shard, member in members for group in groups_of(member, shard.pt)
+        group.fields.get("step") for shard, member in members for group in groups_of(member, shard.of_optimizer)
     )
     return skipped or keeps_nothing(args.values) or not shards[0].top.get("iteration")
 
 
 def _members(shard: RankShard) -> list[Mapping[str, object]]:
-    return members_of(shard.top.get("optimizer"), shard.pt.file)
+    return members_of(shard.top.get("optimizer"), shard.of_optimizer.file)
 
 
 def _groups(shard: RankShard) -> Iterator[list[ParamGroup]]:
     """The groups of a rank's model file, and those of the files that whole parameters are dealt to."""
-    yield [group for member in _members(shard) for group in groups_of(member, shard.pt)]
+    yield [group for member in _members(shard) for group in groups_of(member, shard.of_optimizer)]
     for pt in shard.dealt.values():
         yield [group for member in members_of(pt.tree, pt.file) for group in groups_of(member, pt)]
 
@@ -186,7 +186,9 @@ def _read_rank(shard: RankShard, kind: str, run: _Run, reading: OptimizerReading
     if kind == DISTRIBUTED:
         _read_flat(shard, chained, params, stored, run, reading)
     elif kind == PLAIN:
-        _read_whole(shard, shard.pt, _members(shard), chained, lambda dealing: dealing.whole(params), run, reading)
+        _read_whole(
+            shard, shard.of_optimizer, _members(shard), chained, lambda dealing: dealing.whole(params), run, reading
+        )
     else:
         _read_dealt(shard, chained, params, run, reading)
     return {param.name for param in params}
@@ -204,7 +206,7 @@ def _read_flat(
         return
     numel, apart = sum(param.numel for param in params), run.args.experts_apart(run.parallel)
     contents = member_contents(shard.distrib.tree, shard.distrib.file, chained)
-    groups = [groups_of(stored, shard.pt) for stored in _members(shard)]
+    groups = [groups_of(stored, shard.of_optimizer) for stored in _members(shard)]
     for number, (member, content) in enumerate(zip(chained, contents, strict=True)):
         owned = [param for param in params if member.owns(param, apart)]
         if content is None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
+from mcore_rlhf.families.megatron.adapted import BesideIteration
 from mcore_rlhf.families.megatron.arguments import (
     DISTRIBUTED,
     LAYER_WISE,
@@ -69,6 +70,7 @@ class OpenedRun:
         parallel: The degrees of the files.
         shards: All ranks, under global names.
         chunks: The model chunks as the files have them.
+        around: What lies beside the iteration.
     """
 
     located: Located
@@ -77,6 +79,7 @@ class OpenedRun:
     parallel: ParallelConfig
     shards: list[RankShard]
     chunks: tuple[ModelChunk, ...]
+    around: BesideIteration = field(default_factory=BesideIteration)
 
     @classmethod
     def of(cls, located: Located, options: ReadOptions, notes: Report) -> OpenedRun:
@@ -98,7 +101,13 @@ class OpenedRun:
         _check_virtual_parts(shards, parallel)
         num_layers = globalize(shards, parallel, args.num_experts or None)
         check_keys(shards, args)
-        return cls(located, args, args_file, parallel, shards, _model_chunks(shards, parallel, num_layers))
+        around = BesideIteration()
+        if adapted_step(located.folder) is not None:
+            around = BesideIteration.of(located.root, options)
+            around.note_gaps(parallel, notes)
+            for shard in shards:
+                shard.top = {**shard.top, **around.top, **around.of_rank(parallel, shard.at)}
+        return cls(located, args, args_file, parallel, shards, _model_chunks(shards, parallel, num_layers), around)
 
     @property
     def num_layers(self) -> int:
@@ -122,8 +131,6 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
         raise Unsupported(f"{located.root}: {OF_ROLLS_LORA}")
     run = OpenedRun.of(located, options, notes)
     optimizer = OptimizerReading()
-    if options.optimizer and adapted_step(run.located.folder) is not None:
-        _refuse_apart(run.located)
     if options.optimizer:
         optimizer = read_optimizer(run.shards, run.chunks, run.args, run.parallel, options.rules)
     holders, order, unknown = _holders(run, optimizer), _order(run.shards, run.parallel), list[str]()
@@ -132,6 +139,8 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     check_against_arguments(run.args, run.args_file, model, run.chunks, run.parallel)
     note_frozen(sorted(optimizer.frozen), notes)
     state = training_state(run.shards, run.located, optimizer.groups, notes)
+    if adapted_step(located.folder) is not None:
+        state = _as_adapted(state, run, notes)
     note_scheduler(optimizer.kind, state.scheduler, notes)
     tensors = StoredTensors(
         options.role or "actor",
@@ -149,7 +158,10 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
         parallel=run.parallel,
         catalog=tensors.table(),
         state=state,
-        files=tuple(StoredFile.of_zip(pt.file, pt.directory) for shard in run.shards for pt in shard.files),
+        files=(
+            *(StoredFile.of_zip(pt.file, pt.directory) for shard in run.shards for pt in shard.files),
+            *run.around.files,
+        ),
         states=optimizer.states,
         optimizer=optimizer.kind,
         notes=notes,
@@ -278,20 +290,6 @@ _SMALL = 16 << 20
 _KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
 
 
-def _refuse_apart(located: Located) -> None:
-    """Refuse an optimizer that ROLL saves beside each rank's weights, where it is not distributed.
-
-    Raises:
-        Unsupported: There is one.
-    """
-    found = next((file for file in sorted(located.folder.glob("mp_rank_*/optimizer.pt"))), None)
-    if found is not None:
-        raise Unsupported(
-            f"{found}: the optimizer of a run of ROLL's without use_distributed_optimizer lies in a file of its own: not read\n"
-            "Convert the weights alone with --no-optimizer, or let ROLL save it with use_distributed_optimizer: true."
-        )
-
-
 def training_state(
     shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
 ) -> TrainingState:
@@ -301,8 +299,6 @@ def training_state(
     """
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
-    if adapted_step(located.folder) is not None:
-        iteration = named_step(located.folder) or 0
     scheduler = scheduler_in(first, notes)
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
@@ -310,9 +306,19 @@ def training_state(
         args=stored_arguments(first),
         groups=groups,
         scheduler=shards[0].pt.materialize(scheduler) if scheduler is not None else None,
-        grad_scaler=shards[0].pt.materialize(_grad_scaler(first.get("optimizer"))),
+        grad_scaler=shards[0].of_optimizer.materialize(_grad_scaler(first.get("optimizer"))),
         other=_other(shards, notes),
     )
+
+
+def _as_adapted(state: TrainingState, run: OpenedRun, notes: Report) -> TrainingState:
+    """The same of a step of ROLL's, whose iteration is 1 at every step, and whose files say no arguments."""
+    named = named_step(run.located.folder)
+    where = "the step's counters, or its name" if named is not None else "the updates that its schedule counts"
+    iteration = run.around.counted if named is None else named
+    name = run.located.folder.name
+    notes.add(Fate.NOTE, f"iteration {iteration}: from {where}, since its trainer calls every step's {name}")
+    return replace(state, iteration=iteration, args=dict(run.args.values), by_steps=True)
 
 
 def _members(optimizer: object) -> list[object]:
@@ -386,7 +392,7 @@ def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[s
             if isinstance(member, dict) and "grad_scaler" in member:  # chained ones may have come to other scales
                 found.compare(shard.pt.file, _scaler(shard, member["grad_scaler"]), scaler, f"optimizer.{number}")
         if with_optimizer:
-            look_at_optimizer(found, shard.pt.file, shard.top.get("optimizer"))
+            look_at_optimizer(found, shard.of_optimizer.file, shard.top.get("optimizer"))
             for dealt in shard.dealt.values():
                 look_at_optimizer(found, dealt.file, dealt.tree)
         if with_optimizer and shard.distrib is not None:
@@ -395,7 +401,7 @@ def unplaced_of(shards: Sequence[RankShard], *, with_optimizer: bool) -> tuple[s
 
 
 def _scaler(shard: RankShard, stored: object) -> dict[str, object]:
-    return {"grad_scaler": shard.materialize(stored)}
+    return {"grad_scaler": shard.of_optimizer.materialize(stored)}
 
 
 def _scheduler(shard: RankShard) -> dict[str, object]:

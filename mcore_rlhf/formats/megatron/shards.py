@@ -13,11 +13,17 @@ from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
 from mcore_rlhf.families.megatron.state import ModelPart, RankValues
+from mcore_rlhf.families.run_folders import adapted_step
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
 from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
+PLAIN_FILE, _OPTIMIZER = "optimizer.pt", "optimizer"
+"""What ROLL calls that of a plain optimizer, beside each rank's weights; and the key that it has elsewhere.
+
+Source: ROLL 8eb27cc2, ``mcore_adapter/src/mcore_adapter/constants.py``, ``roll/distributed/strategy/megatron_strategy.py``.
+"""
 _DEALT_FILES = "layer_wise_optimizer_*.pt"
 """Those of a layer-wise optimizer, one for every data-parallel rank."""
 
@@ -32,16 +38,23 @@ class RankShard(RankValues):
         pt: The model file.
         distrib: The distributed optimizer's file, or None.
         dealt: The files of a layer-wise optimizer, by name.
+        apart: A plain optimizer's file, where it has one of its own.
     """
 
     pt: PtFile
     distrib: PtFile | None
     dealt: dict[str, PtFile] = field(default_factory=dict)
+    apart: PtFile | None = None
+
+    @property
+    def of_optimizer(self) -> PtFile:
+        """The file that has the param groups."""
+        return self.apart or self.pt
 
     @property
     def files(self) -> list[PtFile]:
         """The model file, and those of its optimizer."""
-        return [self.pt, *([] if self.distrib is None else [self.distrib]), *self.dealt.values()]
+        return [self.pt, *filter(None, (self.distrib, self.apart)), *self.dealt.values()]
 
 
 @dataclass(slots=True)
@@ -101,9 +114,13 @@ class RankFiles:
             distrib = self._open(at.folder, OPTIMIZER_FILE)
         dealt = sorted(p.name for p in (self.located.folder / at.folder).glob(_DEALT_FILES)) if self.optimizer else []
         parts = [_model_part(pt, v) for v in _vpp_ranks(pt.tree)]
-        return RankShard(
-            at, pt.tree, parts, pt.materialize, pt, distrib, {name: self._open(at.folder, name) for name in dealt}
-        )
+        files = {name: self._open(at.folder, name) for name in dealt}
+        alone = self.optimizer and adapted_step(self.located.folder) is not None
+        if not alone or not (self.located.folder / at.folder / PLAIN_FILE).is_file():
+            return RankShard(at, pt.tree, parts, pt.materialize, pt, distrib, files)
+        apart = self._open(at.folder, PLAIN_FILE)
+        top = {**pt.tree, _OPTIMIZER: apart.tree}
+        return RankShard(at, top, parts, pt.materialize, pt, distrib, files, apart)
 
     def _model(self, folder: str) -> PtFile:
         name = model_file(self.located.folder, folder)
@@ -325,7 +342,7 @@ def _arguments(shard: RankShard) -> Mapping[str, object]:
 
 
 def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
-    known = {*MODEL_FILES, OPTIMIZER_FILE}
+    known = {*MODEL_FILES, OPTIMIZER_FILE, PLAIN_FILE}
     for shard in shards:
         files = {p.name for p in (located.folder / shard.at.folder).glob("*.pt")}
         dealt = {p.name for p in (located.folder / shard.at.folder).glob(_DEALT_FILES)}

@@ -61,4 +61,4 @@ class MegatronDistFormat(Format):
         """Describe a new checkpoint."""
         from .writer import dist_target
 
-        return dist_target(source, options, self.weights)
+        return dist_target(source, options, self.weights, self.ranks)

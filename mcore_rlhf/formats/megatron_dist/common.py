@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from mcore_rlhf.core.catalog import FLOAT32
 from mcore_rlhf.errors import UsageError
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.folders import FileRank
 from mcore_rlhf.families.megatron.groups import groups_by_member, members
@@ -20,6 +21,7 @@ from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.storage.stored import Namespace
 
 from .names import Spelling
+from .objects import rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, SHARDING
 
 
@@ -34,6 +36,12 @@ def sharding_of(run: NewRun) -> str:
         raise UsageError(
             f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
             "Leave it out: such states are stored parameter by parameter, and load on any layout."
+        )
+    parts = run.options.run_of.parts
+    if wanted == DP_RESHARDABLE and parts is not None and parts.is_one:
+        raise UsageError(
+            f"--optimizer-sharding {DP_RESHARDABLE}: its flat buffers, as they were written for {run.options.run_of.name}, loaded, and the "
+            f"losses were others\nWrite {FULLY_RESHARDABLE}, and let the run ask for that (dist_ckpt_optim_fully_reshardable)."
         )
     return wanted
 
@@ -60,6 +68,28 @@ def of_optimizer(tree: Tree, scheduler: str, *, alone: bool) -> Tree:
 def of_model(tree: Tree) -> Tree:
     """What lies beside weights that have a folder of their own."""
     return {key: value for key, value in tree.items() if key not in (_OPTIMIZER, _SCHEDULER)}
+
+
+_RANDOM = {"cpu": "torch_rng_state", "numpy": "np_rng_state", "random": "random_rng_state", "cuda": "cuda_rng_state"}
+"""What SkyRL calls the random states of rank 0, which all ranks get, and what Megatron does.
+
+Source: SkyRL 0.3.0, ``skyrl/backends/skyrl_train/distributed/strategy.py`` (``get_rng_state``, ``load_rng_state``)."""
+
+
+def of_run(run: NewRun, parts: DistParts, tree: Tree) -> Tree:
+    """All of it, as a trainer has it that calls the scheduler otherwise, and keeps random states there.
+
+    Args:
+        run: The checkpoint that is to be written.
+        parts: What it calls them.
+        tree: As Megatron-LM has it.
+    """
+    named = {parts.scheduler if key == _SCHEDULER else key: value for key, value in tree.items()}
+    if not parts.extra or parts.extra in named:
+        return named
+    _, first = next(rng_ranks(run.choices.parallel))
+    states = run.rng_states(first) or ()
+    return {**named, parts.extra: {own: states[0][name] for own, name in _RANDOM.items()}} if states else named
 
 
 def common_tree(run: NewRun, first: FileRank, spelling: Spelling) -> Tree:

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
+from mcore_rlhf.families.megatron.adapted import BesideIteration
 from mcore_rlhf.families.megatron.folders import Located, locate
-from mcore_rlhf.families.megatron.state import SCHEDULER_KEYS
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import (
     ADAPTED,
     ADAPTED_MODEL,
     ADAPTED_OPTIMIZER,
     INNER,
-    RANDOM,
-    SCHEDULE,
     SPLIT_BESIDE,
     SPLIT_MODEL,
     adapted_step,
@@ -302,7 +300,7 @@ class DistFolder:
         flat: Buckets of the distributed optimizer, where it is stored in those.
         objects: What is not a tensor.
         groups: ``(chained optimizer, data-parallel group)`` → what that optimizer keeps besides tensors, by key.
-        random: Each rank's random states, where they lie in files of their own.
+        around: What lies in files of their own beside the iteration.
     """
 
     located: Located
@@ -315,7 +313,7 @@ class DistFolder:
     flat: dict[FlatKey, DcpTensor] = field(default_factory=dict)
     objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
     groups: dict[tuple[int, int], dict[str, DcpObject]] = field(default_factory=dict)
-    random: list[object] = field(default_factory=list)
+    around: BesideIteration = field(default_factory=BesideIteration)
     _values: dict[bytes, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -335,25 +333,9 @@ class DistFolder:
         for part in _beside(located):
             whole.join(cls._open(located, part, options))
         if adapted_step(located.folder) is not None:
-            whole._join_files(options)
+            whole.around = BesideIteration.of(located.root, options)
+            whole.top, whole.beside = {**whole.top, **whole.around.top}, (*whole.beside, *whole.around.files)
         return whole
-
-    def _join_files(self, options: ReadOptions) -> None:
-        """Let it have what ROLL keeps in files beside the iteration: the schedule, and each rank's random states."""
-        from mcore_rlhf.storage.pt import PtFile, read_pt
-
-        def opened(name: str) -> PtFile:
-            pt = read_pt(self.located.root, name, stubs=options.stubs)
-            self.beside = (*self.beside, StoredFile.of_zip(pt.file, pt.directory))
-            return pt
-
-        if (self.located.root / SCHEDULE).is_file() and options.optimizer:
-            pt = opened(SCHEDULE)
-            self.top = {**self.top, SCHEDULER_KEYS[1]: pt.materialize(pt.tree)}
-        for pattern in RANDOM:
-            while (self.located.root / (name := pattern.format(rank=len(self.random)))).is_file():
-                pt = opened(name)
-                self.random.append(pt.materialize(pt.tree))
 
     @classmethod
     def _open(cls, located: Located, name: str, options: ReadOptions) -> DistFolder:

@@ -108,11 +108,8 @@ def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str
         stored = rng_of(folder.objects, parallel, at.rank)
         if stored is not None:
             top[RNG] = stored
-        elif len(folder.random) == parallel.world_size:
-            same = (
-                rank for rank, other in parallel.ranks() if (other.tp_rank, other.pp_rank) == (at.tp_rank, at.pp_rank)
-            )
-            top[RNG] = [folder.random[rank] for rank in same]
+        else:
+            top |= folder.around.of_rank(parallel, at)
         # every value once for each rank that has one of its own
         mine = dict(opaque) if at.pp_rank == 0 and at.ep_rank == 0 else {}
         ranks.append(RankValues(at, top, (ModelPart(0, opaque=mine),), _read))
@@ -160,14 +157,12 @@ class DistState(MegatronState):
     Args:
         rng: The random states of every rank.
         others: Objects that belong to ranks, or that nobody knows.
-        sharding: How the distributed optimizer's states are stored.
         idle: Objects among the others that say nothing, since what they belong to was not running.
     """
 
     homeless: ClassVar[Sequence[Rule[Any]]] = LEFT_OBJECTS
     rng: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
     others: Mapping[ShardKey, DcpObject] = field(default_factory=dict)
-    sharding: str | None = None
     idle: frozenset[str] = frozenset()
 
     @property

@@ -213,6 +213,7 @@ class _DistReader:
             idle=idle_objects(self.folder.top),
         )
         self._note_rng(rng)
+        self.folder.around.note_gaps(self.parallel, self.notes)
         modelopt, its_files = modelopt_in(self.folder.located, self.options)
         source = Source(
             format="megatron-dist",
@@ -222,12 +223,7 @@ class _DistReader:
             parallel=self.parallel,
             catalog=stored.table(),
             state=self._state({} if modelopt is None else {MODELOPT: modelopt}),
-            files=(
-                *self.folder.files(),
-                *its_files,
-                *self._counted(),
-                *(() if self.weights is None else self.weights.files),
-            ),
+            files=self._files(its_files),
             states=stored.states,
             optimizer=self.optimizer.kind,
             notes=self.notes,
@@ -397,6 +393,12 @@ class _DistReader:
         membership.require(self.folder.common_file, params, self.optimizer.groups, apart)
         return model.having(replace(s, trainable=s.trainable and s.name in trained) for s in model.params)
 
+    def _files(self, its_files: Iterable[StoredFile]) -> tuple[StoredFile, ...]:
+        """All files, each once."""
+        weights = () if self.weights is None else self.weights.files
+        found = (*self.folder.files(), *its_files, *self._counted(), *weights)
+        return tuple({one.path: one for one in found}.values())
+
     def _counted(self) -> tuple[StoredFile, ...]:
         """The file of Bridge's counters."""
         if self.train_state is None:
@@ -428,9 +430,18 @@ class _DistReader:
         stored, located = self.folder.top.get("iteration"), self.folder.located
         said = stored if isinstance(stored, int) else located.iteration
         above = named_step(located.folder) if said is None else None if said else counted_above(located.folder)
-        if above is None or located.release:
+        if located.release:
             return said or 0
-        self.notes.add(Fate.NOTE, f"iteration {above}: from the name of the step's folder, since {self._silent(said)}")
+        if above is None and said is None and (counted := self.folder.around.counted):
+            text = (
+                f"iteration {counted}: as many updates as its schedule counts, since no name and no counters say more"
+            )
+            self.notes.add(Fate.NOTE, text)
+            return counted
+        if above is None:
+            return said or 0
+        where = "the step's counters, or its name" if self._of_ranks() else "the name of the step's folder"
+        self.notes.add(Fate.NOTE, f"iteration {above}: from {where}, since {self._silent(said)}")
         return above
 
     def _silent(self, said: int | None) -> str:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.megatron.new_run import NewRun
-from mcore_rlhf.families.options import DistParts
 
 _SCHEMA, _FORMAT = 2, "megatron_dist_checkpoint"
 
 
-def contents_of(run: NewRun, parts: DistParts) -> str:
-    """The content of ``ckpt_contents.json``.
+def contents_of(run: NewRun, parts: DistParts) -> dict[str, str]:
+    """The file ``ckpt_contents.json``, and what is in it; none where the trainer has no such list.
 
     Args:
         run: The checkpoint that is to be written.
         parts: Where its parts lie.
     """
+    if not parts.contents or parts.adapted:
+        return {}
     bridged = not parts.model
     contents = {"model": {"path": parts.model, "format": _FORMAT, "backend": "dist_checkpointing"}}
     if bridged:
@@ -41,4 +43,4 @@ def contents_of(run: NewRun, parts: DistParts) -> str:
         "contents": contents,
         "saved_any_dist_ckpt": True,
     }
-    return json.dumps(found, indent=2, sort_keys=True)
+    return {parts.contents: json.dumps(found, indent=2, sort_keys=True)}

@@ -33,6 +33,7 @@ from mcore_rlhf.core.catalog import (
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
+from mcore_rlhf.families.dist_parts import DistParts
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
 from mcore_rlhf.families.megatron.groups import by_adam, is_matrix
@@ -41,7 +42,7 @@ from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.remainders import remainder_dtype
 from mcore_rlhf.families.megatron.rules import RULES
-from mcore_rlhf.families.options import DistParts, WriteOptions
+from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -52,9 +53,9 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, records
 from mcore_rlhf.storage.pt import Pt
 
-from .bridged import bridged_target, with_bridged
+from .adapted import WRAPPED, optimizer_alone, weights_beside, with_beside
 from .buckets import BucketContents, FilePart, dealt
-from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, optimizers, prefixed, sharding_of
+from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, of_run, optimizers, prefixed, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
@@ -66,13 +67,14 @@ from .split import contents_of
 from .tensors import even_cells, gridded
 
 
-def dist_target(source: Source, options: WriteOptions, weights: Format) -> Target:
+def dist_target(source: Source, options: WriteOptions, weights: Format, ranks: Format) -> Target:
     """Describe the ``torch_dist`` checkpoint that holds what the source has.
 
     Args:
         source: An opened checkpoint.
         options: What the user asked for.
         weights: The format of weights that a trainer has in the place of Megatron's own.
+        ranks: That of weights as each rank has them, which another has there.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
@@ -81,9 +83,7 @@ def dist_target(source: Source, options: WriteOptions, weights: Format) -> Targe
         raise UsageError("--like: a Megatron checkpoint depends on nothing that another one would show\nLeave it out.")
     run = NewRun.of(source, options, "megatron-dist", BACKEND)
     spelling = _spelling(run)
-    parts = options.run_of.parts
-    bridged = bridged_target(run, weights) if parts is not None and not parts.model else None
-    return _DistWriter(run, spelling, source.model.num_layers, bridged).target()
+    return _DistWriter(run, spelling, source.model.num_layers, weights_beside(run, weights, ranks)).target()
 
 
 def _usual_spelling(run: NewRun) -> Spelling:
@@ -120,7 +120,7 @@ class _DistWriter:
     def __post_init__(self) -> None:
         objects = Objects(self.run, self.spelling, self.num_layers)
         parts = self.run.options.run_of.parts
-        self.folders = [self._whole(objects)] if parts is None else self._in_parts(objects, parts)
+        self.folders = [self._whole(objects)] if parts is None or parts.is_one else self._in_parts(objects, parts)
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
         self.run.report.through((*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *_RULES), self.run)
@@ -132,7 +132,10 @@ class _DistWriter:
         contents = Contents(self.run, self.spelling, self.num_layers, moments=not in_buckets)
         buckets = [self._buckets()] if in_buckets else []
         held = [*objects.items(), *(item for one in buckets for item in one.objects)]
-        return self._folder(iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+        parts = self.run.options.run_of.parts
+        if parts is None:
+            return self._folder(iteration_folder_name(self.run.iteration), [contents, *buckets], held)
+        return self._folder(parts.model, [contents, *buckets], held, partial(of_run, self.run, parts))
 
     def _folder(
         self, path: str, contents: list[Contents | BucketContents], held: list[ObjectItem],
@@ -150,9 +153,10 @@ class _DistWriter:
             in_buckets = sharding_of(run) == DP_RESHARDABLE
             states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
             held = states.objects if isinstance(states, BucketContents) else []
-            shared = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
+            beside = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
+            shared: Callable[[Tree], Tree] = optimizer_alone if parts.adapted else beside
             found.append(self._folder(parts.optimizer, [states], list(held), shared))
-        if of_ranks:
+        if of_ranks and not parts.adapted:
             found.append(self._folder(parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
         return found
 
@@ -166,7 +170,7 @@ class _DistWriter:
         run, first = self.run, next((folder.path for folder in self.folders), "")
         parts = run.options.run_of.parts
         modelopt, beside = modelopt_files(run, first) if KEY in run.source.state.other else ([], {})
-        said = {TRACKER: run.tracker} if parts is None else {parts.contents: contents_of(run, parts)}
+        said = {TRACKER: run.tracker} if parts is None else contents_of(run, parts)
         target = Target(
             format="megatron-dist",
             parallel=run.choices.parallel,
@@ -183,7 +187,7 @@ class _DistWriter:
             needs=run.needs,
             described="" if parts is None else parts.described,
         )
-        return target if self.bridged is None else with_bridged(target, self.bridged, run)
+        return target if self.bridged is None else with_beside(target, self.bridged, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +212,12 @@ class _Folder:
 
     def files(self) -> Iterator[TargetFile]:
         """Those that are large."""
-        yield TargetFile(f"{self.path}/{COMMON}", self._common)
+        yield TargetFile(self._in(COMMON), self._common)
         for name, at in self._held().items():
-            yield TargetFile(f"{self.path}/{name}", partial(self._file, name, at))
+            yield TargetFile(self._in(name), partial(self._file, name, at))
+
+    def _in(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
 
     def texts(self) -> dict[str, str | bytes]:
         """The directory of the parts, and the small file that says what kind of checkpoint it is."""
@@ -219,7 +226,7 @@ class _Folder:
         flattened = {fqn: shape for part in of_parameters for fqn, shape in part.unflattened().items()}
         items = {name: self._items(at) for name, at in self._held().items()}
         metadata = dcp_metadata(shapes, items, unflattened=flattened)
-        return {f"{self.path}/{METADATA_FILE}": metadata, f"{self.path}/{CONFIG}": CONFIG_TEXT}
+        return {self._in(METADATA_FILE): metadata, self._in(CONFIG): CONFIG_TEXT}
 
     def _held(self) -> dict[str, _At]:
         held: list[_At] = [None] if self.objects else []
@@ -232,7 +239,7 @@ class _Folder:
 
     def _file(self, name: str, at: _At) -> FileLayout:
         items = self._items(at)
-        found = records(f"{self.path}/{name}", items)
+        found = records(self._in(name), items)
         entries = [] if at is None else at[0].entries(at[1], found)
         return FileLayout(Chunks.of(entries), found, Distcp(items))
 
@@ -402,7 +409,10 @@ class Contents:
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
             kind = MODEL_SPACE if prefixed(self.run) else FULLY_RESHARDABLE
             master = MASTERS[kind if self._distributed(part.spec) else None]
-            state = f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}."
+            wrapped = WRAPPED if self.run.options.run_of.adapted else ""
+            state = (
+                f"{self._chained(part.spec)}optimizer.state.{master if part.state == MASTER else part.state}.{wrapped}"
+            )
             self._fqns[home.key, part.state] = home.key if part.state == PARAM else f"{state}{home.key}"
         return self._fqns[home.key, part.state]
 

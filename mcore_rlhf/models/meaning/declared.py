@@ -42,11 +42,12 @@ def transformer_fields() -> Mapping[str, Values]:
 def _newest_first(package: str) -> list[dict[str, Any]]:
     """What the versions of a package declare: the oldest, which the sources of the tables are, counts."""
     versions: Mapping[str, dict[str, Any]] = _snapshot()[package]
-    return [versions[version] for version in sorted(versions, key=_number, reverse=True)]
+    return [versions[version] for version in sorted(versions, key=version, reverse=True)]
 
 
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("."))
+def version(text: str) -> tuple[int, ...]:
+    """The numbers of a release, which sort."""
+    return tuple(int(part) for part in text.split("."))
 
 
 @cache

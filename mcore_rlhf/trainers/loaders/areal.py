@@ -124,12 +124,15 @@ ROWS = rows_of(
         both(_of_megatron, refused("use_checkpoint_opt_param_scheduler"))),
     Habit((*_MODEL, Thing.SCHEDULER, Thing.RNG), _REFUSED, "{file} has no {key}: an AssertionError, unless "
         "use_checkpoint_opt_param_scheduler is off", _MEGATRON, both(_of_megatron, without("common.pt", "lr_scheduler"))),
-    Habit((Thing.SCHEDULER,), _RESTORED, "lr_scheduler, as use_checkpoint_opt_param_scheduler asks", _MEGATRON, _of_megatron),
+    Habit((Thing.SCHEDULER,), _RESTORED, "lr_scheduler, as use_checkpoint_opt_param_scheduler asks", _MEGATRON, _of_megatron, True),
     Habit((Thing.SCHEDULER,), _ANEW, "the FSDP engine stores no schedule: the first step has the rate that is stored with the optimizer, "
         "all others those of a run that begins, its warm-up too", "engine/fsdp_engine.py:1743 (_save_to_dcp)", ran=True),
-    Habit((Thing.RNG,), _RESTORED, "rng_state, of tensor and pipeline rank", _MEGATRON, _of_megatron),
+    Habit((Thing.RNG,), _RESTORED, "rng_state, of tensor and pipeline rank", _MEGATRON, _of_megatron, True),
     Habit((Thing.RNG,), _ANEW, "the FSDP engine stores no random states", "engine/fsdp_engine.py:1743 (_save_to_dcp)", ran=True),
-    Habit(_MODEL, _RESTORED, "model and optimizer of torch_dist", _MEGATRON, _of_megatron),
+    Habit((Thing.OPTIMIZER,), _ANEW, "a new optimizer is asked which moments it has, and has none: masters are restored, moments begin at "
+        "zero; nothing is said. From megatron-core 0.16 on it stops, as its save does: “ShardedTensor.flattened_range is not supported”",
+        "engine/megatron_utils/checkpointer.py:301 (generate_state_dict)", _of_megatron, True),
+    Habit(_MODEL, _RESTORED, "model and param groups of torch_dist", _MEGATRON, _of_megatron, True),
     Habit(OF_OPTIMIZER, _REFUSED, OTHER_CLASS, _DCP, other_optimizer("{role}.optimizer.type", ".metadata")),
     Habit(_MODEL, _RESTORED, "dcp.model and dcp.optim, by name, whatever the ranks", _DCP, ran=True),
     Habit((Thing.DTYPE,), _IGNORED, "stored as {was}, cast to the {now} of optimizer_dtype, moments too; nothing is said", _DCP,

@@ -9,14 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from click.testing import CliRunner
 
+from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import MASTER, PARAM
-from mcore_rlhf.errors import CheckpointError, Unsupported
+from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
 from mcore_rlhf.families.inventory import inventory_of
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.manager.runs import listed_steps
+from mcore_rlhf.manager.convert_step import StepJob, convert_step
+from mcore_rlhf.manager.runs import listed_steps, without_random
+from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
@@ -31,10 +37,10 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_all_parts_are_one_checkpoint(root: Path) -> None:
-    assert [step.step for step in listed_steps(root)] == [3]
+    assert [step.step for step in listed_steps(root)] == [4]
     for given in (root / STEP, root / STEP / ITERATION):
         found = open_checkpoint(given, ReadOptions())
-        assert (found.state.iteration, found.optimizer, found.state.by_steps) == (3, "distributed", True)
+        assert (found.state.iteration, found.optimizer, found.state.by_steps) == (4, "distributed", True)
         assert {PARAM, MASTER} <= {PARAM, *found.states}
         assert (found.state.scheduler or {})["num_steps"] == 4
         assert [found.state.args[name] for name in ("num_layers", "num_query_groups", "swiglu")] == [2, 2, True]
@@ -47,7 +53,7 @@ def test_all_parts_are_one_checkpoint(root: Path) -> None:
 def test_random_states_of_its_ranks_are_kept(root: Path, tmp_path: Path) -> None:
     written = WriteOptions(rng="keep", global_batch_size=4)
     done = convert(root / STEP, tmp_path / "out", ConvertOptions(to="megatron", fsync=False, write=written))
-    assert (done.lossless, open_checkpoint(tmp_path / "out", ReadOptions()).state.iteration) == (True, 3)
+    assert (done.lossless, open_checkpoint(tmp_path / "out", ReadOptions()).state.iteration) == (True, 4)
 
 
 def test_weights_alone(root: Path, tmp_path: Path) -> None:
@@ -55,7 +61,7 @@ def test_weights_alone(root: Path, tmp_path: Path) -> None:
     alone = open_checkpoint(root / STEP, ReadOptions(optimizer=False))
     shutil.rmtree(root / STEP / ITERATION / "dist_optimizer")
     found = open_checkpoint(root / STEP, ReadOptions())
-    assert (found.optimizer, alone.states, found.state.iteration, alone.state.iteration) == (None, (), 3, 3)
+    assert (found.optimizer, alone.states, found.state.iteration, alone.state.iteration) == (None, (), 4, 4)
     assert found.model == replace(alone.model)
 
 
@@ -111,9 +117,71 @@ def test_what_is_damaged_is_named(root: Path, change: Callable[[Path], object], 
         open_checkpoint(root / STEP, ReadOptions())
 
 
-def test_an_optimizer_of_its_own_file_is_named(root: Path) -> None:
+def test_an_optimizer_of_its_own_file_is_looked_into(root: Path) -> None:
     shutil.rmtree(root / STEP / ITERATION / "dist_optimizer")
     shutil.copy(root / STEP / "scheduler.pt", root / STEP / ITERATION / "mp_rank_00" / "optimizer.pt")
-    with pytest.raises(Unsupported, match=r"optimizer\.pt: the optimizer of a run of ROLL's"):
+    with pytest.raises(CheckpointError, match="0 of the 0 param groups"):
         open_checkpoint(root / STEP, ReadOptions())
-    assert "use_distributed_optimizer" in open_checkpoint(root / STEP, ReadOptions(), partial=True).unread
+
+
+@pytest.mark.parametrize("called", ["best", "checkpoint-3-kept"])
+def test_a_step_of_another_name_is_at_its_own_iteration(root: Path, called: str) -> None:
+    other = (root / STEP).rename(root / called)
+    assert open_checkpoint(other, ReadOptions()).state.iteration == 4  # its counters say 3, from 0 on
+    shutil.rmtree(other / "pipeline")
+    found = open_checkpoint(other, ReadOptions())
+    assert (found.state.iteration, "as its schedule counts" in str(found.notes.lines)) == (4, True)
+    (other / "pipeline").mkdir()
+    (other / "pipeline" / "worker_state_pipeline.json").write_text('{"step": "x"}')
+    with pytest.raises(CheckpointError, match=r"worker_state_pipeline\.json: step should be a whole number"):
+        open_checkpoint(other, ReadOptions())
+
+
+def test_a_rank_without_random_states_is_named(root: Path) -> None:
+    (root / STEP / "rng_state" / "rng_state_0.pth").unlink()
+    assert without_random(root / STEP, 1)[0].startswith("rng_state/rng_state_0.pth: without it")
+    assert "missing" in CliRunner().invoke(app, ["verify", str(root)], prog_name="mcore-rlhf").output
+
+
+def test_one_process_of_mcore_adapters_trainer(root: Path) -> None:
+    shutil.move(root / STEP / "rng_state" / "rng_state_0.pth", root / STEP / "rng_state.pth")
+    assert [*open_checkpoint(root / STEP, ReadOptions()).family.shards[0].top] == ["rng_state"]
+
+
+def into_run(source: Path, place: Path, **how: object) -> StepJob:
+    written = WriteOptions(**how)  # type: ignore[arg-type]
+    return convert_step(find(source, ReadOptions()), place, ConvertOptions(to="roll", fsync=False, write=written))
+
+
+def test_its_run_is_written(root: Path, tmp_path: Path) -> None:
+    done = into_run(root / STEP, tmp_path / "new")
+    assert (done.lossless, done.published) == (True, tmp_path / "new" / STEP)
+    old, new = (open_checkpoint(run / STEP, ReadOptions()) for run in (root, tmp_path / "new"))
+    assert inventory_of(old).keys() == inventory_of(new).keys()
+    assert (new.state.iteration, new.state.scheduler, new.state.groups) == (4, old.state.scheduler, old.state.groups)
+    held = torch.load(tmp_path / "new" / STEP / WEIGHTS)  # of weights alone, as ROLL's load asks for
+    assert [*held] == ["model"]
+
+
+def test_how_the_optimizer_lies_is_as_like_shows(root: Path, tmp_path: Path) -> None:
+    into_run(root / STEP, tmp_path / "shows", optimizer_sharding="fully_reshardable")
+    into_run(root / STEP, tmp_path / "new", like=str(tmp_path / "shows"))
+    family = MegatronState.of(open_checkpoint(tmp_path / "new" / STEP, ReadOptions()))
+    assert family is not None
+    assert family.sharding == "fully_reshardable"
+
+
+def test_a_step_of_another_trainers_run_becomes_one(root: Path, tmp_path: Path) -> None:
+    convert(
+        root / STEP,
+        tmp_path / "core",
+        ConvertOptions(to="megatron", fsync=False, write=WriteOptions(global_batch_size=4)),
+    )
+    into_run(tmp_path / "core", tmp_path / "new", global_batch_size=4)
+    counted = json.loads((tmp_path / "new" / STEP / "pipeline" / "worker_state_pipeline.json").read_text())
+    config = json.loads((tmp_path / "new" / STEP / "mca_config.json").read_text())
+    assert (counted, config["num_layers"], config["swiglu"]) == ({"step": 3}, 2, True)
+    new, old = (open_checkpoint(run / STEP, ReadOptions()) for run in (tmp_path / "new", root))
+    assert new.state.scheduler == old.state.scheduler
+    with pytest.raises(UsageError, match="use_distributed_optimizer: true"):
+        into_run(root / STEP, tmp_path / "plain", optimizer="plain")

@@ -1,0 +1,97 @@
+"""What a step of ROLL's has in files beside its iteration: the schedule, and each rank's random states. The relation that its optimizer
+and its weights are read and written by.
+
+Source: ROLL 8eb27cc2, ``roll/distributed/strategy/megatron_strategy.py`` (``save_checkpoint``, ``load_checkpoint``); ``McaTrainer`` has one
+file, without a number, where one process runs (``mcore_adapter/trainer/trainer.py``, ``_save_rng_state``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mcore_rlhf.core.account import Report
+from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import SCHEDULE, random_files
+from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.record_file import StoredFile
+
+from .folders import FileRank
+from .state import SCHEDULER_KEYS
+
+RNG, MOST_STEPS = "rng_state", 10**15
+
+
+@dataclass(frozen=True, slots=True)
+class BesideIteration:
+    """Those files, opened.
+
+    Args:
+        top: The schedule, under the key that Megatron has for one that counts steps.
+        random: Random states by rank.
+        files: All of them.
+    """
+
+    top: Mapping[str, object] = field(default_factory=dict)
+    random: Mapping[int, object] = field(default_factory=dict)
+    files: Sequence[StoredFile] = ()
+
+    @classmethod
+    def of(cls, step: ReadablePath, options: ReadOptions) -> BesideIteration:
+        """Open those of a step.
+
+        Args:
+            step: Its folder.
+            options: Without an optimizer its schedule is left alone.
+
+        Raises:
+            CheckpointError: One is damaged, or asks for code.
+        """
+        named = [(None, SCHEDULE)] if (step / SCHEDULE).is_file() and options.optimizer else []
+        opened = [
+            (rank, read_pt(step, file, stubs=options.stubs)) for rank, file in [*named, *random_files(step).items()]
+        ]
+        values = {rank: pt.materialize(pt.tree) for rank, pt in opened}
+        return cls(
+            {SCHEDULER_KEYS[1]: values[None]} if None in values else {},
+            {rank: value for rank, value in values.items() if rank is not None},
+            [StoredFile.of_zip(pt.file, pt.directory) for _, pt in opened],
+        )
+
+    @property
+    def counted(self) -> int:
+        """The updates that the schedule has counted; 0 where none is there."""
+        scheduler = self.top.get(SCHEDULER_KEYS[1])
+        steps = scheduler.get("num_steps") if isinstance(scheduler, Mapping) else 0
+        return steps if type(steps) is int and 0 <= steps < MOST_STEPS else 0
+
+    def of_rank(self, parallel: ParallelConfig, at: FileRank) -> dict[str, object]:
+        """The random states of the data-parallel ranks that have one part of the model; empty unless all ranks have theirs.
+
+        Args:
+            parallel: The run's degrees.
+            at: One of them.
+        """
+        if {*self.random} != {*range(parallel.world_size)}:
+            return {}
+        ranks = (n for n, other in parallel.ranks() if (other.tp_rank, other.pp_rank) == (at.tp_rank, at.pp_rank))
+        return {RNG: [self.random[rank] for rank in ranks]}
+
+    def note_gaps(self, parallel: ParallelConfig, notes: Report) -> None:
+        """Say which ranks have no random states: ROLL goes on with others there, and says so in its log alone.
+
+        Args:
+            parallel: The run's degrees.
+            notes: Told.
+        """
+        gone = [rank for rank in range(parallel.world_size) if rank not in self.random]
+        more = len(self.random) - parallel.world_size + len(gone)
+        if gone and self.random:
+            notes.add(Fate.LOST, f"RNG states: rank {gone[0]} has no file of them, and those of all ranks are derived")
+        elif more:
+            notes.add(
+                Fate.LOST, f"RNG states: of {len(self.random)} ranks, and the run has {parallel.world_size}: derived"
+            )
