@@ -390,6 +390,7 @@ _OTHER_THINGS = {
     "cli/doctor.py": "packages",
     "cli/tools/reshape_megatron.py": "words of Megatron's own tool",
     "demo/command.py": "a package",
+    "families/run_folders.py": "a folder of a trainer's",
     "trainers/loaders/transformers.py": "a key of its configuration",
     "demo/train.py": "a package",
     "demo/rl/options.py": "a framework that trains",
