@@ -385,7 +385,6 @@ _OTHER_THINGS = {
     "storage/urls.py": "a scheme",
     "families/megatron/state.py": "a family of names",
     "families/options.py": "what is written where nobody says what",
-    "families/run_folders.py": "what ROLL calls a folder",
     "weights.py": "a spelling of names",
     "cli/doctor.py": "packages",
     "cli/tools/reshape_megatron.py": "words of Megatron's own tool",
