@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Unportable, UsageError
+from mcore_rlhf.errors import Unportable
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
@@ -144,7 +144,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
 
 @pytest.mark.timeout(900)
 def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
-    """Reshardable, with a schedule that counted samples meanwhile, too; flat buffers are refused."""
+    """Reshardable, with a schedule that counted samples meanwhile, too."""
     parallel = {"tp": 2}
     folder, how = lab.folder / "tp-2" / STEP, {"parallel": parallel, "fully": True}
     needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
@@ -163,11 +163,23 @@ def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
     do = [("attempt", run / STEP / "policy") for run in runs]
     seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
     assert [[step["loss"] for step in one["steps"]] for one in seen] == [[step["loss"] for step in wanted]] * 3
-    flat = ConvertOptions(
-        to="skyrl", fsync=False, workers=1, write=replace(written, optimizer_sharding="dp_reshardable")
+
+
+def test_it_goes_on_from_flat_buffers_that_lie_as_its_own(lab: Lab) -> None:
+    """Its own do not say whose layers they are of, whose norms lie at other places: where they begin tells."""
+    parallel = {"tp": 2}
+    folder, how = lab.folder / "flat" / STEP, {"parallel": parallel, "fully": False}
+    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+    own, wanted = lab.once(
+        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
     )
-    with pytest.raises(UsageError, match="and the losses were others"):
-        convert_step(find(folder, ReadOptions()), lab.folder / "flat", flat)
+    torch.save({"global_step": 3}, folder / "trainer_state.pt")
+    source = find(folder, ReadOptions())
+    write = WriteOptions(**parallel, dp=1, global_batch_size=4, optimizer_sharding="dp_reshardable")
+    convert_step(source, lab.folder / "flat-back", ConvertOptions(to="skyrl", fsync=False, workers=1, write=write))
+    do = [("attempt", path) for path in (own, lab.folder / "flat-back" / STEP / "policy")]
+    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
+    assert [one["steps"] for one in seen] == [wanted, wanted]
 
 
 def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:

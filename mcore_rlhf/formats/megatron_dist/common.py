@@ -37,12 +37,6 @@ def sharding_of(run: NewRun) -> str:
             f"--optimizer-sharding {wanted}: it is for a distributed optimizer's flat buffers, and the target's optimizer is {kind}\n"
             "Leave it out: such states are stored parameter by parameter, and load on any layout."
         )
-    parts = run.options.run_of.parts
-    if wanted == DP_RESHARDABLE and parts is not None and parts.is_one:
-        raise UsageError(
-            f"--optimizer-sharding {DP_RESHARDABLE}: its flat buffers, as they were written for {run.options.run_of.name}, loaded, and the "
-            f"losses were others\nWrite {FULLY_RESHARDABLE}, and let the run ask for that (dist_ckpt_optim_fully_reshardable)."
-        )
     return wanted
 
 

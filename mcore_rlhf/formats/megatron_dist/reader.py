@@ -5,6 +5,7 @@ stacked tensors when asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Report
@@ -15,7 +16,7 @@ from mcore_rlhf.core.catalog import (
     PARAM,
 )
 from mcore_rlhf.core.facts import Fate
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
@@ -105,13 +106,22 @@ def read_dist(path: ReadablePath, options: ReadOptions, weights: Format, ranks: 
             f"{located.folder.name}: the folder is of iteration {located.iteration}, {folder.common_file} is of iteration {stored}\n"
             "Files of two checkpoints are mixed, or a folder was renamed."
         )
-    return _DistReader(folder, options, bridged).source()
+    try:
+        return _DistReader(folder, options, bridged).source()
+    except LayoutMismatch:
+        if not folder.flat or "transformer_impl" in stored_arguments(folder.top) or arguments_beside(located.folder)[1]:
+            raise
+        with suppress(CheckpointError):
+            return _DistReader(folder, options, bridged, local=True).source()
+        raise
 
 
 class _DistReader:
     """Builds the Source of an opened folder."""
 
-    def __init__(self, folder: DistFolder, options: ReadOptions, bridged: BridgedWeights | None) -> None:
+    def __init__(
+        self, folder: DistFolder, options: ReadOptions, bridged: BridgedWeights | None, *, local: bool = False
+    ) -> None:
         self.folder, self.options, self.bridged, self.notes = folder, options, bridged, Report()
         self.train_state = self._train_state()
         self.args = self._arguments()
@@ -120,6 +130,12 @@ class _DistReader:
         refuse_adapter(folder)
         self.parallel = self._parallel()
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
+        if local:  # keys are the same, and the order of registration is not
+            self.spelling = replace(self.spelling, separate_norms=True)
+            self.notes.add(
+                Fate.NOTE,
+                "flat buffers lie as those of --transformer-impl local: norms of layers have names of their own",
+            )
         self.parameters = Parameters(folder.model, self.spelling)
         require_entries(folder, self.args, optimizer=options.optimizer)
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()

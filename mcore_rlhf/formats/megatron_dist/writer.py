@@ -302,8 +302,12 @@ _OF_KEYS: tuple[Rule[_DistWriter], ...] = (
          "folder's content_metadata; itself it saves such a run as dp_reshardable or with --ckpt-format torch alone",
          lambda w: w.spelling != _usual_spelling(w.run)
          and ("singleton_local_shards" if w.spelling.singleton else "non_homogeneous_layers")),
+    Rule(Fate.NOTE, "flat buffers lie as layers of --transformer-impl {found} register their parameters: a run with other layers loads "
+         f"moments of other parameters without a word, where {FULLY_RESHARDABLE} is right for any",
+         lambda w: sharding_of(w.run) == DP_RESHARDABLE and w.run.options.run_of.parts is not None
+         and ("local" if w.spelling.separate_norms else "transformer_engine")),
 )  # fmt: skip
-"""Where keys are not as Megatron has them of a model that is trained whole."""
+"""Where keys are not as Megatron has them of a model that is trained whole; where they do not tell an order that matters."""
 
 
 def _blueprint(run: NewRun) -> Blueprint:
