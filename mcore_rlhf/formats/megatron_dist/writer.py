@@ -18,18 +18,8 @@ from itertools import chain
 from math import prod
 
 from mcore_rlhf.core.catalog import (
-    FLOAT32,
-    MASTER,
-    PARAM,
-    Box,
-    Chunk,
-    DType,
-    Record,
-    Shape,
-    TensorEntry,
-    TensorName,
-    row_major,
-)
+    FLOAT32, MASTER, PARAM, Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major,
+)  # fmt: skip
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
