@@ -1,4 +1,6 @@
-"""What all ranks of a new ``torch_dist`` checkpoint share, as ``common.pt`` has it: arguments, param groups, scheduler, iteration.
+"""What all ranks of a new ``torch_dist`` checkpoint share, as ``common.pt`` has it, and what becomes of how an optimizer is stored.
+
+``common.pt`` has arguments, param groups, scheduler, iteration.
 
 Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``generate_state_dict``,
 ``_build_sharded_state_dict_metadata``); megatron-core 0.16.1, ``optimizer/optimizer.py``, ``optimizer/distrib_optimizer.py``
@@ -10,18 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_rlhf.core.catalog import FLOAT32
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.dist_parts import DistParts
-from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, Arguments
+from mcore_rlhf.families.megatron.arguments import BY_LAYOUT, DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.groups import groups_by_member, members
+from mcore_rlhf.families.megatron.groups import by_adam, groups_by_member, members
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.source import ParamGroup
+from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.storage.stored import Namespace
 
+from .folders import INTEGRITY
 from .names import Spelling
-from .objects import rng_ranks
+from .objects import DistState, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, SHARDING
 
 
@@ -194,3 +199,54 @@ def _mixed_precision(run: NewRun) -> bool:
     if run.choices.dtype is not None:
         return run.choices.dtype != FLOAT32
     return any(spec.dtype != FLOAT32 for spec in run.source.model.params if spec.trainable)
+
+
+def _old_sharding(run: NewRun) -> str | None:
+    """How the source's distributed optimizer is stored."""
+    family = DistState.of(run.source)
+    return family.sharding if family else None
+
+
+def _unsaid_frozen(run: NewRun) -> str:
+    """Parameters that flat buffers leave out."""
+    params = run.source.model.params if sharding_of(run) == DP_RESHARDABLE else ()
+    frozen = [spec.name for spec in params if not (spec.trainable or is_buffer(spec.name))]
+    return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
+
+
+def _unloadable(run: NewRun) -> str:
+    """What Megatron finds no way to load of a plain optimizer.
+
+    Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params.sharded_state_dict``), run.
+    """
+    trained = [spec for spec in run.source.model.params if spec.trainable]
+    if run.choices.optimizer != PLAIN or not by_adam(run.family.args.values):
+        return ""
+    if not run.moments:
+        return "that has not stepped yet"
+    return "of fp32 and half parameters" if len({spec.dtype == FLOAT32 for spec in trained}) > 1 else ""
+
+
+_BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
+RULES: tuple[Rule[NewRun], ...] = (
+    Rule(Fate.NOTE, "a plain optimizer {found}: megatron-core (0.19.2) loads none from torch_dist, not even its own; from megatron "
+         "(--ckpt-format torch) it does", _unloadable),
+    Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
+         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
+         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
+    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: who reads this folder finds them by their values, or says "
+         "with --rules (trainable: false) that they are {found}", _unsaid_frozen),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
+         lambda r: sharding_of(r) == FULLY_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
+         and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
+    Rule(Fate.NOTE, f"{FULLY_RESHARDABLE} came with megatron-core 0.15; an older one takes --optimizer-sharding {MODEL_SPACE}",
+         lambda r: sharding_of(r) == FULLY_RESHARDABLE and _old_sharding(r) == MODEL_SPACE),
+    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {MODEL_SPACE}, which megatron-core before 0.16 loads on any layout",
+         lambda r: sharding_of(r) == MODEL_SPACE and _old_sharding(r) != MODEL_SPACE and _old_sharding(r)),
+    Rule(Fate.DERIVED, f"{INTEGRITY}: made anew, of the new files", lambda r: r.options.integrity and r.source.digests),
+    Rule(Fate.DERIVED, f"{INTEGRITY}: of the new files", lambda r: r.options.integrity and not r.source.digests),
+    Rule(Fate.NOTE, f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
+         lambda r: not r.options.integrity and r.source.digests),
+)  # fmt: skip
+"""What optimizer states become where the source had them otherwise, or where they load on one layout alone; and its sums."""

@@ -18,15 +18,25 @@ from itertools import chain
 from math import prod
 
 from mcore_rlhf.core.catalog import (
-    FLOAT32, MASTER, PARAM, Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, row_major,
-)  # fmt: skip
+    FLOAT32,
+    MASTER,
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    row_major,
+)
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 from mcore_rlhf.families.dist_parts import DistParts
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, LAYER_WISE, PLAIN, Arguments
+from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import TRACKER, iteration_folder_name
-from mcore_rlhf.families.megatron.groups import by_adam, is_matrix
+from mcore_rlhf.families.megatron.groups import is_matrix
 from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY
 from mcore_rlhf.families.megatron.new_run import NewRun
@@ -45,13 +55,14 @@ from mcore_rlhf.storage.pt import Pt
 
 from .adapted import WRAPPED, optimizer_alone, weights_beside, with_beside
 from .buckets import BucketContents, FilePart, dealt
+from .common import RULES as RULES_OF_SHARDING
 from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, of_run, optimizers, prefixed, sharding_of
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
 from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked, without_holes
 from .objects import RULES as OF_OBJECTS
-from .objects import DistState, Objects, rng_ranks
+from .objects import Objects, rng_ranks
 from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE
 from .split import contents_of
 from .tensors import even_cells, gridded
@@ -113,7 +124,9 @@ class _DistWriter:
         self.folders = [self._whole(objects)] if parts is None or parts.is_one else self._in_parts(objects, parts)
         self.run.report.through(RULES, self.run)
         self.run.report.through(OF_OBJECTS, objects)
-        self.run.report.through((*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *_RULES), self.run)
+        self.run.report.through(
+            (*(OF_MODELOPT if KEY in self.run.source.state.other else ()), *RULES_OF_SHARDING), self.run
+        )
         self.run.report.through(_OF_KEYS, self)
 
     def _whole(self, objects: Objects) -> _Folder:
@@ -238,55 +251,6 @@ class _Folder:
         return FileLayout(Chunks(), (), Pt(lambda: self.of_common(common_tree(self.run, first, self.spelling))))
 
 
-def _old_sharding(run: NewRun) -> str | None:
-    """How the source's distributed optimizer is stored."""
-    family = DistState.of(run.source)
-    return family.sharding if family else None
-
-
-def _unsaid_frozen(run: NewRun) -> str:
-    """Parameters that flat buffers leave out."""
-    params = run.source.model.params if sharding_of(run) == DP_RESHARDABLE else ()
-    frozen = [spec.name for spec in params if not (spec.trainable or is_buffer(spec.name))]
-    return ", ".join(frozen[:3]) + (f", … ({len(frozen)})" if len(frozen) > 3 else "")
-
-
-def _unloadable(run: NewRun) -> str:
-    """What Megatron finds no way to load of a plain optimizer.
-
-    Source: megatron-core 0.19.2, ``optimizer/optimizer.py`` (``Float16OptimizerWithFloat16Params.sharded_state_dict``), run.
-    """
-    trained = [spec for spec in run.source.model.params if spec.trainable]
-    if run.choices.optimizer != PLAIN or not by_adam(run.family.args.values):
-        return ""
-    if not run.moments:
-        return "that has not stepped yet"
-    return "of fp32 and half parameters" if len({spec.dtype == FLOAT32 for spec in trained}) > 1 else ""
-
-
-_BUCKETS = f"{DP_RESHARDABLE}, which Megatron loads at {{0.choices.parallel}} and with other data-parallel ranks alone"
-_RULES: tuple[Rule[NewRun], ...] = (
-    Rule(Fate.NOTE, "a plain optimizer {found}: megatron-core (0.19.2) loads none from torch_dist, not even its own; from megatron "
-         "(--ckpt-format torch) it does", _unloadable),
-    Rule(Fate.NOTE, f"optimizer states: {_BUCKETS}",
-         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) in (None, DP_RESHARDABLE)),
-    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {_BUCKETS}",
-         lambda r: sharding_of(r) == DP_RESHARDABLE and _old_sharding(r) != DP_RESHARDABLE and _old_sharding(r)),
-    Rule(Fate.NOTE, "flat buffers do not say which parameters they leave out: who reads this folder finds them by their values, or says "
-         "with --rules (trainable: false) that they are {found}", _unsaid_frozen),
-    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {FULLY_RESHARDABLE}, which loads on any layout",
-         lambda r: sharding_of(r) == FULLY_RESHARDABLE and r.choices.optimizer in (DISTRIBUTED, LAYER_WISE)
-         and _old_sharding(r) != FULLY_RESHARDABLE and _old_sharding(r)),
-    Rule(Fate.NOTE, f"{FULLY_RESHARDABLE} came with megatron-core 0.15; an older one takes --optimizer-sharding {MODEL_SPACE}",
-         lambda r: sharding_of(r) == FULLY_RESHARDABLE and _old_sharding(r) == MODEL_SPACE),
-    Rule(Fate.CHANGED, f"optimizer states: {{found}} → {MODEL_SPACE}, which megatron-core before 0.16 loads on any layout",
-         lambda r: sharding_of(r) == MODEL_SPACE and _old_sharding(r) != MODEL_SPACE and _old_sharding(r)),
-    Rule(Fate.DERIVED, f"{INTEGRITY}: made anew, of the new files", lambda r: r.options.integrity and r.source.digests),
-    Rule(Fate.DERIVED, f"{INTEGRITY}: of the new files", lambda r: r.options.integrity and not r.source.digests),
-    Rule(Fate.NOTE, f"{INTEGRITY}: left out, it is of the source's files; --integrity writes one, which --verify-integrity wants",
-         lambda r: not r.options.integrity and r.source.digests),
-)  # fmt: skip
-"""What optimizer states become where the source had them otherwise, or where they load on one layout alone; and its sums."""
 _OF_KEYS: tuple[Rule[_DistWriter], ...] = (
     Rule(Fate.NOTE, "a part of the layers or experts is trained, so each has keys of its own ({found}), which Megatron finds by the "
          "folder's content_metadata; itself it saves such a run as dp_reshardable or with --ckpt-format torch alone",
