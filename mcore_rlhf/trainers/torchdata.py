@@ -68,7 +68,7 @@ def _of_sampler(there: Collection[str], at: str) -> list[str]:
     """Of a batch sampler's state, and of a random sampler's in it; a sampler of somebody else's has what it has."""
     state = f"{at}_sampler_iter_state/"
     inner = {key.removeprefix(state) for key in there if key.startswith(state)}
-    of_random = {key.removeprefix("sampler_iter_state/") for key in inner if "/" in key}
+    of_random = {key.split("/")[1] for key in inner if key.startswith("sampler_iter_state/")}
     gone = {"samples_yielded"} - inner if inner else set[str]()
     gone |= (
         {f"sampler_iter_state/{key}" for key in _OF_RANDOM - of_random}

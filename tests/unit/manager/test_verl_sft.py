@@ -22,6 +22,11 @@ from mcore_rlhf.trainers.settings_file import read_settings
 from tests.unit.manager.test_into_run import VERL, into
 
 STEP = "global_step_3"
+PLACE = {
+    "_index_sampler_state": None, "_sampler_iter_state": None, "_sampler_iter_yielded": 3, "_num_yielded": 3, "_shared_seed": None,
+    "_IterableDataset_len_called": None, "fetcher_state": None, "dataset_state": None, "_iterator_finished": False,
+}  # fmt: skip
+"""Of torchdata's ``StatefulDataLoader``."""
 
 
 @pytest.fixture
@@ -30,7 +35,7 @@ def run(tmp_path: Path) -> Path:
     root = tmp_path / "run"
     shutil.copytree(VERL, root / STEP)
     for rank in range(2):
-        torch.save({"_num_yielded": 3, "seed": rank}, root / STEP / f"data_{rank}.pt")
+        torch.save({**PLACE, "seed": rank}, root / STEP / f"data_{rank}.pt")
     (root / "latest_checkpointed_iteration.txt").write_text("3")
     return root
 
