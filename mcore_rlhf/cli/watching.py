@@ -9,13 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import asdict
 from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, StorageError, headline
@@ -35,10 +34,6 @@ _GRACE_S = 10.0
 _LOOK_S = 1.0
 _OF_STORAGE = "\0"
 """What a child's word begins with where a disk or a store failed: that may pass."""
-
-
-class _Ended(BaseException):
-    """SIGTERM came."""
 
 
 def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: WatchOptions, as_json: bool) -> int:
@@ -84,15 +79,23 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
     settle, keep = 0.0 if watching.once else watching.settle, rules_of(watching.keep_last, watching.keep_every)
     watcher = Watcher(source, out, convert, tuple(keep), watching.run, watching.run_timeout, settle, tell)
     try:
-        with _ending():
-            while (worked := watcher.look()) or not watching.once:
-                if not worked:
-                    time.sleep(watching.every)
-    except _Ended:
-        return 0
+        ended = _ends(watcher, watching)
     finally:
         watcher.close()
-    return 1 if failed else 0
+    return 1 if failed and not ended else 0
+
+
+def _ends(watcher: Watcher, watching: WatchOptions) -> bool:
+    """Look until SIGTERM ends it where it is, with nothing published of a step that is being converted; or until all is done."""
+    try:
+        while (worked := watcher.look()) or not watching.once:
+            if not worked:
+                time.sleep(watching.every)
+    except KeyboardInterrupt as stop:
+        if stop.args != (signal.SIGTERM,):
+            raise
+        return True
+    return False
 
 
 def _print(event: Watched, as_json: bool) -> None:
@@ -102,20 +105,6 @@ def _print(event: Watched, as_json: bool) -> None:
     else:
         say(f"{event.kind}: {event.text}" + ("" if event.seconds is None else f" ({event.seconds:.1f} s)"))
     sys.stdout.flush()
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    """SIGTERM ends the watcher where it is: nothing of a step that is being converted has been published."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise _Ended
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _in_a_child(given: dict[str, Any], config: Path | None, check: Callable[[], None]) -> None:

@@ -77,3 +77,35 @@ def test_a_signal_ends_it(root: Path, tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 0
     assert 3 in check(tmp_path / "out")
+
+
+UNHEARD = """
+import signal
+from mcore_rlhf.cli import main
+from mcore_rlhf.manager.watch import Watcher
+
+
+class Dying:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)  # Python forgets what its handler raises here
+
+
+look = Watcher.look
+
+
+def once(self):
+    Watcher.look = look
+    Dying()
+    return look(self)
+
+
+Watcher.look = once
+main()
+"""
+
+
+def test_a_signal_that_python_drops_ends_it(root: Path, tmp_path: Path) -> None:
+    given = [sys.executable, "-c", UNHEARD, *command(root, tmp_path / "out")[3:]]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    check(tmp_path / "out")
