@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DistParts:
     """Where a trainer has what Megatron-core has in one folder of ``torch_dist``: in several, relative to a model's own.
 
@@ -23,15 +23,15 @@ class DistParts:
         adapted: Whether the weights are each rank's own, and the schedule and every rank's random states files beside them: ROLL's.
     """
 
-    model: str
-    optimizer: str
-    extra: str
+    model: str = ""
+    optimizer: str = ""
+    extra: str = ""
     scheduler: str
-    described: str
-    contents: str
+    described: str = ""
+    contents: str = ""
     sharding: str
-    arguments: Mapping[str, object]
-    told: str
+    arguments: Mapping[str, object] = field(default_factory=dict)
+    told: str = ""
     adapted: bool = False
 
     @property

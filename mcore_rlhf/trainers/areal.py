@@ -37,15 +37,9 @@ _MADE: dict[str, dict[str, object]] = {
     "stats_logger_info.json": {"last_commit_step": 0},
 }  # fmt: skip
 _PARTS = DistParts(
-    "",
-    "",
-    "",
-    "lr_scheduler",
-    "",
-    "",
-    "fully_sharded_model_space",
-    {},
-    "actor.megatron.use_checkpoint_opt_param_scheduler=true",
+    scheduler="lr_scheduler",
+    sharding="fully_sharded_model_space",
+    told="actor.megatron.use_checkpoint_opt_param_scheduler=true",
 )
 _DATA = f"{RECOVER_INFO}/dataloader_info.pkl"
 

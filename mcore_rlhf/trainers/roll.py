@@ -19,9 +19,14 @@ from mcore_rlhf.families.run_folders import ADAPTED, ADAPTED_OPTIMIZER, COUNTED,
 from .table import HERE, Counters, Trainer
 
 _PARTS = DistParts(
-    "", f"iter_0000001/{ADAPTED_OPTIMIZER}", RANDOM[0], SCHEDULE, "", ADAPTED, "dp_reshardable", {"overlap_grad_reduce": False}, "",
+    optimizer=f"iter_0000001/{ADAPTED_OPTIMIZER}",
+    extra=RANDOM[0],
+    scheduler=SCHEDULE,
+    contents=ADAPTED,
+    sharding="dp_reshardable",
+    arguments={"overlap_grad_reduce": False},
     adapted=True,
-)  # fmt: skip
+)
 TRAINER = Trainer(
     name="roll",
     title="ROLL on Megatron",

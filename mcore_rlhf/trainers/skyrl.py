@@ -15,9 +15,13 @@ from mcore_rlhf.families.dist_parts import DistParts
 from .table import Counters, Trainer
 
 _PARTS = DistParts(
-    "", "", "rng", "lr_scheduler", "huggingface", "", "fully_reshardable", {"overlap_grad_reduce": False},
-    "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable=true",
-)  # fmt: skip
+    extra="rng",
+    scheduler="lr_scheduler",
+    described="huggingface",
+    sharding="fully_reshardable",
+    arguments={"overlap_grad_reduce": False},
+    told="trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable=true",
+)
 TRAINER = Trainer(
     name="skyrl",
     title="SkyRL",

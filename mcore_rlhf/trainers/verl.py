@@ -21,12 +21,20 @@ from .table import Trainer
 _OF_SCHEDULE = "use_checkpoint_opt_param_scheduler=True"
 _SCHEDULE = f"actor_rollout_ref.actor.optim.{_OF_SCHEDULE}"
 _TOLD = "trainer.default_local_dir={root} trainer.resume_mode=auto"
+_OPTIMIZER, _EXTRA = SPLIT_BESIDE
 _PARTS = DistParts(
-    SPLIT_MODEL, *SPLIT_BESIDE, "lr_scheduler", SPLIT_WEIGHTS, CONTENTS, "dp_reshardable", {"overlap_grad_reduce": False},
-    "actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
+    model=SPLIT_MODEL,
+    optimizer=_OPTIMIZER,
+    extra=_EXTRA,
+    scheduler="lr_scheduler",
+    described=SPLIT_WEIGHTS,
+    contents=CONTENTS,
+    sharding="dp_reshardable",
+    arguments={"overlap_grad_reduce": False},
+    told="actor_rollout_ref.actor.megatron.use_dist_checkpointing=True "
     f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
     f"{_SCHEDULE}",
-)  # fmt: skip
+)
 TRAINER = Trainer(
     name="verl",
     title="verl",
