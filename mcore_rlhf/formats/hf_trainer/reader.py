@@ -56,7 +56,7 @@ def read_run(
     own = not weights.weights_only  # has the optimizer in files of its own
     source = weights.read(path, options if own else replace(options, optimizer=False))
     if not (own or several or not options.optimizer):
-        _refuse_second(path / files.optimizer.replace(".", "_1."))
+        _refuse_second(path / files.of_model(1).optimizer)
     return _RunReader(path, options, files, source, own).source()
 
 

@@ -88,9 +88,7 @@ def read_one(
         )
     own = files.of_model(number)
     source = read_run(path, replace(options, role=role), own, weights(number), several=True)
-    others = [
-        StoredFile(name, (path / name).stat().st_size, ()) for name in _of_others(path, files, number, len(roles))
-    ]
+    others = [StoredFile.at(path, name) for name in _of_others(path, files, number, len(roles))]
     text = f"model{numbered(number)} of {len(roles)}, and its optimizer is {own.optimizer}, if a script prepared both in one order"
     source.notes.add(Fate.NOTE, f"{role}: {text}; no file says what a model is for")
     return replace(source, files=(*source.files, *others))
