@@ -116,7 +116,8 @@ def with_ranks(target: Target, weights: Target, run: NewRun) -> Target:
         *target.files,
         *_beside(run),
     )
-    target.report.through(_RULES, run)
+    elsewhere = [Item(Kind.ARGUMENT, name) for name in run.source.state.args if name not in said]
+    target.report.through((*_RULES, Rule(Reason.OF_ENGINE, when=lambda _: {"of": elsewhere})), run)
     return replace(
         target,
         files=files,
@@ -159,14 +160,8 @@ def _random(run: NewRun, rank: int) -> FileLayout:
     return FileLayout.of_tree(kept[number] if number < len(kept) else make(at, number))
 
 
-def _unsaid(run: NewRun) -> dict[str, object]:
-    said = read_back(adapted_config(run.arguments(None), _shown(run)))
-    return {"of": [Item(Kind.ARGUMENT, name) for name in run.source.state.args if name not in said]}
-
-
 _RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.NOTE, "weights: each rank's own, from which ROLL loads"),
-    Rule(Reason.OF_ENGINE, "", _unsaid),
     Rule(
         Fate.KEPT,
         "beside the model",
