@@ -13,13 +13,11 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
-from mcore_rlhf.storage.manifest import FORMAT, FileEntry, Manifest, check
+from mcore_rlhf.storage.manifest import FORMAT, STEP_MANIFEST, FileEntry, Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.record_file import StoredFile
 
-_STEP_MANIFEST = "manifest.json"
-"""The manifest of a whole step, whose roles are folders in it."""
 _WHOLE = "whole file"
 """What a checksum of a manifest is of."""
 _LEVELS = 3
@@ -85,7 +83,7 @@ def listed_at(folder: ReadablePath, trackers: Collection[str] = ()) -> Listed | 
     """
     here = absolute(folder)
     for place in (here, *here.parents[: _LEVELS - 1]):
-        for name in (MANIFEST_NAME, _STEP_MANIFEST):
+        for name in (MANIFEST_NAME, STEP_MANIFEST):
             manifest = _read(place / name)
             found = None if manifest is None else Listed(manifest, place / name, trackers)
             if found is not None and found.below(here):
@@ -168,7 +166,7 @@ def _read(file: ReadablePath) -> Manifest | None:
     try:
         return Manifest.read(file)
     except (NotACheckpoint, Corrupt) as error:
-        if file.name == _STEP_MANIFEST and not _looks_ours(file):
+        if file.name == STEP_MANIFEST and not _looks_ours(file):
             return None
         raise Corrupt(f"{str(error).splitlines()[0]}\n{_advice(file)}") from error
 

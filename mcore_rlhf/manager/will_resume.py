@@ -28,6 +28,7 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.folder import object_in
 from mcore_rlhf.storage.dcp.metadata import read_metadata
 from mcore_rlhf.storage.dcp.rankfile import read_rank_file
+from mcore_rlhf.storage.manifest import STEP_MANIFEST
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME
@@ -51,7 +52,7 @@ _PLAIN_PICKLE = b"\x80"
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _LOOKED_INTO = 4096
 """Files of a folder that are looked into; of those after them only the names are asked."""
-_OURS = frozenset({MANIFEST_NAME, "manifest.json"})
+_OURS = frozenset({MANIFEST_NAME, STEP_MANIFEST})
 
 
 def loader_named(given: str) -> tuple[Loader, str]:

@@ -25,6 +25,8 @@ from .patience import patiently
 FORMAT = "mcore_rlhf"
 VERSION = 2
 """Of manifests that name a prefix; without one they are of version 1."""
+STEP_MANIFEST = "manifest.json"
+"""Its file in a whole step, whose roles are folders in it."""
 PREFIX = ".tx-"
 """What the names of such folders begin with; the transaction's id follows."""
 CHECKSUM = "crc32"

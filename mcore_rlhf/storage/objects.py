@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from ..errors import NotACheckpoint, StorageError, UsageError
 from ..installation import to_install
 from .fetched import FetchingStore
-from .manifest import PREFIX, Manifest
+from .manifest import PREFIX, STEP_MANIFEST, Manifest
 from .notes import Notes
 from .publish import MANIFEST_NAME
 from .requests import OF_REQUESTS, Requests, is_refusal, said
@@ -35,7 +35,7 @@ from .threads import Pool
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
 
-MANIFESTS = (MANIFEST_NAME, "manifest.json")
+MANIFESTS = (MANIFEST_NAME, STEP_MANIFEST)
 """Names of our manifests: of a checkpoint, and of a step."""
 
 BESIDE = (*MANIFESTS, "quarantined.json")

@@ -32,6 +32,7 @@ from mcore_rlhf.families.run_folders import (
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import arguments, transformer_fields, version
 from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.manifest import STEP_MANIFEST
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.torch_values import SmallTensor
@@ -71,7 +72,7 @@ _ROLL_ALONE = (
 )
 _ROLL_TIED = "tie_embeddings_and_output_weights"
 """What ROLL calls otherwise, or has besides the fields of a ``TransformerConfig``."""
-_OF_A_RANK, MANIFEST = re.compile(r"__(\d{1,7})_\d+\.distcp"), "manifest.json"
+_OF_A_RANK = re.compile(r"__(\d{1,7})_\d+\.distcp")
 _OF_A_CLASS = re.compile(r"[A-Z]\w*\.\w+")
 """A member of an enumeration, as text."""
 _ACTIVATIONS = {"silu": "torch.nn.functional.silu", "gelu": "torch.nn.functional.gelu"}
@@ -188,7 +189,7 @@ def _of_roll(step: ReadablePath) -> dict[str, object]:
     plain: dict[str, object] = {
         "make_vocab_size_divisible_by": 1, "use_distributed_optimizer": not apart, "overlap_grad_reduce": False,
     }  # fmt: skip
-    ours = (step / MANIFEST).is_file()  # whose files are numbered otherwise
+    ours = (step / STEP_MANIFEST).is_file()  # whose files are numbered otherwise
     named = (
         () if ours else (_OF_A_RANK.fullmatch(one.name) for one in step.glob(f"iter_*/{ADAPTED_OPTIMIZER}/*.distcp"))
     )

@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unreadable, headline
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.manifest import Manifest, check, is_newer, utc_time
+from mcore_rlhf.storage.manifest import STEP_MANIFEST, Manifest, check, is_newer, utc_time
 from mcore_rlhf.storage.paths import ReadablePath, lies_in, says_nothing, storage_error, walk
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in, settled
 from mcore_rlhf.storage.transactions import PAUSES
@@ -30,7 +30,7 @@ from mcore_rlhf.trainers.known import called_so, left_by_trainers, roles_by_fold
 
 from .measured import comparable
 
-MANIFEST = "manifest.json"
+MANIFEST = STEP_MANIFEST
 """The last file of a step that is written."""
 
 RNG_FILE = "rng/rng_state.pt"
