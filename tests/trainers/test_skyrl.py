@@ -33,6 +33,10 @@ class Lab(labs.Lab):
         needed = [RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
         return self.run("skyrl_job", needed, world, do, **how)
 
+    def on_megatron(self, world: int, do: Sequence[tuple[str, object]], **how: Any) -> Seen:
+        needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
+        return self.run("skyrl_megatron_job", needed, world, do, **how)
+
     def trained(self, world: int = 2, **how: Any) -> tuple[Path, Seen]:
         """The root of a run, and what it saw in two steps more."""
         key = f"{world}-{sorted(how.items())}"
@@ -124,10 +128,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     """SkyRL goes on from its own, as is said; all of it is read, though it says no degrees, and becomes Megatron's."""
     folder = lab.folder / "-".join(map(str, *parallel.items())) / STEP
     how = {"parallel": parallel, "fully": True}
-    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
-    own, wanted = lab.once(
-        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
-    )
+    own, wanted = lab.once(str(folder), folder / "policy", lambda do: lab.on_megatron(2, do, **how))
     torch.save({"global_step": 3}, folder / "trainer_state.pt")
     assert {told(folder)[thing] for thing in (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG)} == {
         Outcome.RESTORED
@@ -135,7 +136,7 @@ def test_what_it_saves_on_megatron_is_read(lab: Lab, parallel: dict[str, int]) -
     source = open_checkpoint(own, ReadOptions())
     assert (source.state.iteration, source.states) == (3, ("master", "exp_avg", "exp_avg_sq"))
     assert source.parallel.tp == parallel.get("tp", 1)
-    seen = lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **{**how, "seed": 7})
+    seen = lab.on_megatron(2, [("load", own), ("train", 2)], **{**how, "seed": 7})
     assert seen == wanted
     target = lab.folder / f"{folder.parent.name}-megatron"
     write = WriteOptions(**parallel, dp=1, global_batch_size=4)  # its schedule counts steps
@@ -147,10 +148,7 @@ def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
     """Reshardable, with a schedule that counted samples meanwhile, too."""
     parallel = {"tp": 2}
     folder, how = lab.folder / "tp-2" / STEP, {"parallel": parallel, "fully": True}
-    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
-    own, wanted = lab.once(
-        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
-    )
+    own, wanted = lab.once(str(folder), folder / "policy", lambda do: lab.on_megatron(2, do, **how))
     torch.save({"global_step": 3}, folder / "trainer_state.pt")
     target, written = lab.folder / "for-skyrl", WriteOptions(**parallel, dp=1, global_batch_size=4)
     convert(own, target, ConvertOptions(to="megatron", fsync=False, workers=1, write=written))
@@ -161,7 +159,7 @@ def test_it_goes_on_from_what_is_made_for_it_on_megatron(lab: Lab) -> None:
         things = (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG)
         assert {told(run)[thing] for thing in things} == {Outcome.RESTORED}
     do = [("attempt", run / STEP / "policy") for run in runs]
-    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
+    seen = lab.on_megatron(2, do, **{**how, "seed": 7})
     assert [[step["loss"] for step in one["steps"]] for one in seen] == [[step["loss"] for step in wanted]] * 3
 
 
@@ -169,16 +167,13 @@ def test_it_goes_on_from_flat_buffers_that_lie_as_its_own(lab: Lab) -> None:
     """Its own do not say whose layers they are of, whose norms lie at other places: where they begin tells."""
     parallel = {"tp": 2}
     folder, how = lab.folder / "flat" / STEP, {"parallel": parallel, "fully": False}
-    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
-    own, wanted = lab.once(
-        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
-    )
+    own, wanted = lab.once(str(folder), folder / "policy", lambda do: lab.on_megatron(2, do, **how))
     torch.save({"global_step": 3}, folder / "trainer_state.pt")
     source = find(folder, ReadOptions())
     write = WriteOptions(**parallel, dp=1, global_batch_size=4, optimizer_sharding="dp_reshardable")
     convert_step(source, lab.folder / "flat-back", ConvertOptions(to="skyrl", fsync=False, workers=1, write=write))
     do = [("attempt", path) for path in (own, lab.folder / "flat-back" / STEP / "policy")]
-    seen = lab.run("skyrl_megatron_job", needed, 2, do, **{**how, "seed": 7})
+    seen = lab.on_megatron(2, do, **{**how, "seed": 7})
     assert [one["steps"] for one in seen] == [wanted, wanted]
 
 
@@ -186,12 +181,9 @@ def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:
     """SkyRL goes on from the adapters of its ranks, and stops where one is not there; who reads it says what it is, and no damage."""
     folder = lab.folder / "lora-megatron" / STEP
     how = {"parallel": {"tp": 2}, "lora": True}
-    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
-    own, wanted = lab.once(
-        str(folder), folder / "policy", lambda do: lab.run("skyrl_megatron_job", needed, 2, do, **how)
-    )
+    own, wanted = lab.once(str(folder), folder / "policy", lambda do: lab.on_megatron(2, do, **how))
     torch.save({"global_step": 3}, folder / "trainer_state.pt")
-    assert lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **how) == wanted
+    assert lab.on_megatron(2, [("load", own), ("train", 2)], **how) == wanted
     things = (Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG, Thing.LORA)
     assert {told(folder)[thing] for thing in things} == {Outcome.RESTORED}
     with pytest.raises(Unportable, match="SkyRL itself goes on from it"):
@@ -200,7 +192,7 @@ def test_a_lora_on_megatron_is_its_own_alone(lab: Lab) -> None:
         change(next(own.glob("adapter_tp1_*.pt")))
         assert told(folder)[Thing.WEIGHTS] is Outcome.REFUSED
         with pytest.raises(AssertionError, match=r"adapter_tp1|_load_lora_adapters"):
-            lab.run("skyrl_megatron_job", needed, 2, [("load", own), ("train", 2)], **how)
+            lab.on_megatron(2, [("load", own), ("train", 2)], **how)
 
 
 @pytest.mark.parametrize("kind", ["async", "sft"])
@@ -215,12 +207,11 @@ def test_another_strategy_than_the_steps(lab: Lab) -> None:
     """FSDP's loader looks for rank files where Megatron's has ``dist_ckpt``, and the other way round: both stop, as is said."""
     fsdp, folder = lab.trained(1)[0] / STEP, lab.folder / "other-strategy" / STEP
     how = {"parallel": {"tp": 1}, "fully": True}
-    needed = [str(Path(sys.prefix) / "megatron-0.16.1"), RELEASE, f"{RELEASE}/skyrl-gym", "needs"]
-    lab.run("skyrl_megatron_job", needed, 1, [("train", 3), ("save", folder / "policy")], **how)
+    lab.on_megatron(1, [("train", 3), ("save", folder / "policy")], **how)
     torch.save({"global_step": 3}, folder / "trainer_state.pt")
     (folder.parent / TRAINER.tracker).write_text("3")
     (on_fsdp,) = lab.carry_out(1, [("attempt", folder)])
-    (on_megatron,) = lab.run("skyrl_megatron_job", needed, 1, [("attempt", fsdp / "policy")], **how)
+    (on_megatron,) = lab.on_megatron(1, [("attempt", fsdp / "policy")], **how)
     assert "model_world_size_1_rank_0.pt" in on_fsdp["failed"]
     assert "failed" in on_megatron
     for step, strategy in ((folder, "fsdp2"), (fsdp, "megatron")):
