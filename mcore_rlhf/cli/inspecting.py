@@ -17,6 +17,7 @@ from mcore_rlhf.errors import CheckpointError, NotACheckpoint, headline
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
+from mcore_rlhf.formats.carried import step_of
 from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.subject import Subject, look
@@ -107,7 +108,7 @@ def model_facts(source: Source, path: ReadablePath) -> Facts:
         "files": [{"path": file.path, "bytes": file.nbytes} for file in source.files],
         "bytes": sum(file.nbytes for file in source.files),
         "notes": source.notes.as_json(),
-        "manifest": _manifest_facts(path, source.root) or _manifest_above(path),
+        "manifest": _manifest_facts(path, source.root, source.root / step_of(source)) or _manifest_above(path),
     }
 
 

@@ -73,6 +73,7 @@ class RunOf:
         shown: The folder of a run of the same trainer's that shows what it wants beside its models; empty where none was named.
         strategy: What its rank files say of their strategy; empty where they do not.
         beside: What is called how beside the tag of DeepSpeed's files; None where nothing lies there.
+        shift: What is added to the source's iteration, where one of the two trainers has numbered it from 0.
     """
 
     name: str = ""
@@ -84,6 +85,7 @@ class RunOf:
     shown: str = ""
     strategy: str = ""
     beside: RunFiles | None = None
+    shift: int = 0
 
     @property
     def adapted(self) -> bool:

@@ -23,7 +23,7 @@ from .megatron.state import MegatronState
 from .module import CONFIG, USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
-from .source import OF_SCHEDULERS, Names, Source, scheduled_groups
+from .source import OF_SCHEDULERS, Names, Source, counted_on, scheduled_groups
 
 GPT = "gpt"
 """The pattern of layers that asks for a GPTModel."""
@@ -130,9 +130,7 @@ def _refuse_contradictions(p: Passage) -> None:
             "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
         )
     if not p.write.merge_adapter and not p.to.adapter:
-        raise UsageError(
-            "--base-model: nothing is merged, so that the base would not be looked at\nAdd --merge-adapter, or leave it out."
-        )
+        raise UsageError("--base-model: nothing looks at it without a merge\nAdd --merge-adapter, or leave it out.")
 
 
 def _dequantize(p: Passage) -> Source:
@@ -397,9 +395,8 @@ def _packed(p: Passage) -> Source:
 
 def _has_experts_of_a_run(p: Passage) -> bool:
     """Whether a run goes on that has its experts in one of two ways; where all its names are taken over, these are too."""
-    whole = p.to.lays_out_keys or p.to.deals_groups
-    wanted = p.to_module and p.to.packs_experts and not whole and p.write.like is not None
-    return wanted and is_other_in_memory(_description(p))
+    whole = p.to.lays_out_keys or p.to.deals_groups or p.write.like is None
+    return p.to_module and p.to.packs_experts and not whole and is_other_in_memory(_description(p))
 
 
 def _as_in_run(p: Passage) -> Source:
@@ -487,6 +484,7 @@ NAMES = (
 """Whose names it has, and what follows from them."""
 
 CONVERTED = (
+    Pass("a step's number", lambda p: p.write.run_of.shift > 0, lambda p: counted_on(p.source, p.write.run_of.shift)),
     Pass("contradictions", lambda p: p.write.merge_adapter or p.write.base_model is not None, _refuse_contradictions),
     Pass("plain weights", lambda p: p.write.dequantize, _dequantize),
     Pass("an adapter merged", lambda p: p.write.merge_adapter, _merge),
@@ -495,6 +493,7 @@ CONVERTED = (
     Pass("an adapter alone", lambda p: p.to.adapter, _adapter_alone),
     Pass("frozen weights left out", _has_to_be_whole, _refuse_left_out),
     *NAMES,
+    Pass("a number that begins at 0", lambda p: p.write.run_of.shift < 0, lambda p: counted_on(p.source, p.write.run_of.shift)),
     Pass("bytes that are unpickled", lambda p: any("_extra_state" in name.param for name in p.source.catalog), _check_extra_states),
 )  # fmt: skip
 """Asked of a source that is to become a target."""

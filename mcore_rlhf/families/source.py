@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
@@ -264,6 +264,29 @@ class Source:
     digests: Mapping[str, str] = field(default_factory=dict)
     origin: Mapping[str, object] = field(default_factory=dict)
     told: Mapping[str, object] = field(default_factory=dict)
+
+
+def counted_on(source: Source, by: int) -> Source:
+    """The source at another number of its step, if it is of one: of two trainers, one counts them from 0.
+
+    Args:
+        source: An opened checkpoint.
+        by: How many steps are to be added.
+    """
+    if source.state.release or not source.state.iteration:
+        return source
+    at = source.state.iteration + by
+    source.notes.through([_COUNTED_ON], {"own": source.state.iteration, "at": at})
+    held = {"iteration": at} if "iteration" in source.state.other else {}
+    return replace(source, state=replace(source.state, iteration=at, other={**source.state.other, **held}))
+
+
+_COUNTED_ON: Rule[Mapping[str, int]] = Rule(
+    Fate.DERIVED,
+    "iteration {own} becomes {at}: one of the two trainers counts the steps that are done, the other numbers them from 0",
+    dict,
+    [Item(Kind.VALUE, "iteration")],
+)
 
 
 def below(source: Source, root: ReadablePath) -> Source:

@@ -1,7 +1,8 @@
 """What our own manifest says of a checkpoint's files: checksums for those that carry none themselves.
 
-A conversion leaves ``mcore_rlhf.json`` in the root of what it writes, and a step has ``manifest.json`` beside its roles. Either
-vouches for every file that it lists, so a damaged one is no reason to go without: it is refused.
+A conversion leaves ``mcore_rlhf.json`` in the root of what it writes, or of a trainer's in the folder of the iteration, as ``adopt``
+does, and a step has ``manifest.json`` beside its roles. Either vouches for every file that it lists, so a damaged one is no reason to
+go without: it is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
+from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
@@ -70,12 +72,13 @@ class Listed:
         return Problems([Problem(problem.kind, problem.message, self.advice) for problem in found.found])
 
 
-def listed_at(folder: ReadablePath, trackers: Collection[str] = ()) -> Listed | None:
-    """What lists the files of a folder, or None where nothing does.
+def listed_at(folder: ReadablePath, trackers: Collection[str] = (), step: int | None = None) -> Listed | None:
+    """What lists the files of a folder, or None where nothing does: a manifest in it or above, or in the iteration that it means.
 
     Args:
         folder: A checkpoint's.
         trackers: What trackers are called.
+        step: Which iteration is meant; None for what the tracker names.
 
     Raises:
         Corrupt: There is a manifest, but it is damaged.
@@ -88,7 +91,9 @@ def listed_at(folder: ReadablePath, trackers: Collection[str] = ()) -> Listed | 
             found = None if manifest is None else Listed(manifest, place / name, trackers)
             if found is not None and found.below(here):
                 return found
-    return None
+    meant = iteration_meant(here, step)
+    manifest = None if meant is None else _read(meant / MANIFEST_NAME)
+    return None if meant is None or manifest is None else Listed(manifest, meant / MANIFEST_NAME, trackers)
 
 
 def with_checksums(source: Source, listed: Listed | None) -> Source:
@@ -137,15 +142,16 @@ def refuse_damaged_texts(folder: ReadablePath, listed: Listed | None) -> None:
         listed.problems(folder, listed.texts(folder), sizes_only=False).raise_if_any()
 
 
-def contradictions(folder: ReadablePath, trackers: Collection[str]) -> list[str]:
+def contradictions(folder: ReadablePath, trackers: Collection[str], step: int | None = None) -> list[str]:
     """In what a folder is not as its manifest says, as far as that is seen without reading weights.
 
     Args:
         folder: The checkpoint's.
         trackers: What trackers are called.
+        step: Which iteration is meant; None for what the tracker names.
     """
     try:
-        listed = listed_at(folder, trackers)
+        listed = listed_at(folder, trackers, step)
     except CheckpointError as error:
         return [str(error).splitlines()[0]]
     if listed is None:

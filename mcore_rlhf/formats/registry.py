@@ -118,7 +118,7 @@ def open_checkpoint(path: ReadablePath, options: ReadOptions, *, partial: bool =
 
 def _opened(path: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     folder, inner = _meant(path, options)
-    listed = listed_at(folder, trackers())
+    listed = listed_at(folder, trackers(), options.step)
     try:
         source = with_checksums(_with_what_is_beside(folder, inner, partial), listed)
         _note_beside(source, checkpoint_path(path), folder, options)
@@ -148,7 +148,7 @@ def _shown(path: ReadablePath, options: ReadOptions) -> Source:
     folder, inner = _meant(path, options)
     source = _with_what_is_beside(folder, inner, partial=True)
     _note_beside(source, checkpoint_path(path), folder, options)
-    source.notes.through([_SAID], list(contradictions(folder, trackers())))
+    source.notes.through([_SAID], list(contradictions(folder, trackers(), options.step)))
     return through(OPENED, Passage(source, read=inner))
 
 

@@ -25,14 +25,16 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
-from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
+from mcore_rlhf.storage.paths import ReadablePath, beneath, files_below, refused
+from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .into_run import as_step, beside, like_of, resolved, track, values_of
+from .into_run import as_step, beside, in_iteration, like_of, resolved, shift_into, taken_out, track, values_of
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
@@ -41,6 +43,9 @@ from .run_data import add_position, say_what_was_counted, settle_data
 from .run_sides import Beside, add_beginning, add_counters, add_made
 from .runs import manifest_of, run_at
 from .subject import OF_TRAINER, Subject
+
+_LONGEST = 1 << 30
+"""Of a file beside an iteration, in bytes: a count of prompts, or a buffer of them."""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,7 @@ class StepJob:
         jobs: The conversion of every model, by role.
         carried: Files that are taken over byte for byte, by their names in the target.
         texts: New files beside the models.
+        outside: Files that are taken over as well, by where they lie in the run's root, outside of the step's folder.
         places: Where every model lies in what is published, by role.
         report: What is said of the step as a whole; every model has a report of its own.
         account: What becomes of every file beside the models; every model has an account of its own.
@@ -64,6 +70,7 @@ class StepJob:
     jobs: Mapping[str, Job]
     carried: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, bytes] = field(default_factory=dict)
+    outside: Mapping[str, ReadablePath] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
     report: Report = field(default_factory=Report)
     account: Account = field(default_factory=lambda: Account({}, ()))
@@ -99,6 +106,9 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     options = resolved(options)
     trainer = trainer_named(options.trainer)
     step = source if trainer is None else as_step(source, trainer, options)
+    if trainer is not None and (shift := shift_into(source, trainer)):
+        step = replace(step, step=max((step.step or 0) + shift, 0))
+        options = replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=shift)))
     if step.alone:
         (lone,) = step.models
         return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
@@ -130,7 +140,9 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         add_beginning(around, trainer)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
-        job = StepJob(step, jobs, around.files, around.texts, places, around.report)
+        job = StepJob(step, jobs, around.files, around.texts, places=places, report=around.report)
+        if trainer.is_iteration:
+            job.outside = taken_out(planned.target, trainer)
         _settle(job)
     if options.strict:
         refuse_losses(job.account)
@@ -225,10 +237,14 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     trainer = trainer_named(options.trainer)
     assert trainer is not None
     source = as_step(source, trainer, options) if source.alone else source  # opened once, to hear its step
-    step = source.step or 0
+    step = max((source.step or 0) + shift_into(source, trainer), 0)
     folder = root if trainer.unfolded else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
     _refuse_of_others(root, trainer)
+    if trainer.counted and is_there(root / trainer.counted):
+        raise UsageError(
+            f"{root / trainer.counted}: names a step to {trainer.title}, whatever its tracker names\nGive the step a root of its own."
+        )
     name = manifest_of(trainer)
     replaceable = partial(_is_as_written, name) if trainer.in_place else lambda there: (there / name).is_file()
     with publication(folder, replaceable, manifest_name=name, **published_by(options)) as into:
@@ -239,6 +255,8 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     parts = options.write.run_of.parts if in_parts else None
     told = f"{trainer.told} {parts.told}".rstrip() if parts is not None else trainer.told
     job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
+    for name, path in job.outside.items():
+        write_text(beneath(root, name), read_bytes(path, _LONGEST), fsync=options.fsync)
     track(root, trainer, step, fsync=options.fsync)
     return job
 
@@ -423,8 +441,10 @@ def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
         return lone.conversion(options)
     works, known, sums, parts = list[Work](), dict[str, Known](), dict[str, Sums](), list[dict[str, Any]]()
     lines, accounts = {"step": job.report.as_json()}, {"step": job.account.as_json()}
+    trainer = trainer_named(options.trainer)
+    of_iteration = trainer is not None and trainer.is_iteration
     for role, planned in job.jobs.items():
-        place = f"{job.places[role]}/".lstrip("/").__add__
+        place = in_iteration if of_iteration else f"{job.places[role]}/".lstrip("/").__add__
         works.append(planned.work(options, role, place))
         known |= planned.known(place)
         sums |= planned.sums(place)

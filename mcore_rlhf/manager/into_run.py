@@ -6,7 +6,7 @@ and nobody has is made of what is known, and said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS
+from mcore_rlhf.formats.base import Target
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path, write_text
@@ -181,6 +182,21 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     return replace(source, models={role: folder}, step=step)
 
 
+def shift_into(source: Subject, trainer: Trainer) -> int:
+    """What is added to the number of a step that goes into a trainer's run: one of the two may number them from 0.
+
+    Args:
+        source: What is converted.
+        trainer: Whose run it goes into.
+
+    Raises:
+        LayoutMismatch: The source has files of two trainers.
+    """
+    folder = next(iter(source.models.values()))
+    found = step_at(folder) or run_at(folder)
+    return (0 if found is None else found.trainer.ahead) - trainer.ahead
+
+
 def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside:
     """What goes along: the position in the data under the trainer's own name, and all else where the run was this trainer's before.
 
@@ -232,6 +248,26 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
             f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid_of(opened.state.args)}",
         )
     return {key: known[trainer.asks[key]] for key in missing}
+
+
+def taken_out(target: Target, trainer: Trainer) -> Mapping[str, ReadablePath]:
+    """Take out of a target what lies beside an iteration's folder, which alone is published; the tracker is written at last.
+
+    Args:
+        target: Megatron's, with its tracker.
+        trainer: Whose run it goes into.
+
+    Returns:
+        Files that are taken over, by where they lie in the run's root.
+    """
+    target.texts.pop(trainer.tracker, None)
+    inside = f"{target.files[0].path.partition('/')[0]}/"
+    return {name: target.carried.pop(name) for name in [*target.carried] if not name.startswith(inside)}
+
+
+def in_iteration(path: str) -> str:
+    """A file's path in the folder of its iteration, by that in the root."""
+    return path.partition("/")[2]
 
 
 def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> None:

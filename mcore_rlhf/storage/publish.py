@@ -255,19 +255,19 @@ class LocalPublication(Publication):
                 folder.rmdir()
 
 
-def replace_text(path: Path, text: str, *, fsync: bool = True) -> None:
+def replace_text(path: Path, text: str | bytes, *, fsync: bool = True) -> None:
     """Write a small text file anew: aside, then renamed over what was there.
 
     Args:
         path: The file; its folder exists.
-        text: Its content, stored as UTF-8.
+        text: Its content, stored as UTF-8, or what it is byte for byte.
         fsync: Whether it is on the disk when the call returns.
 
     Raises:
         StorageError: The file system refused; what was there before is still there.
     """
     try:
-        write_over(path, text.encode("utf-8"), fsync=fsync)
+        write_over(path, text.encode("utf-8") if isinstance(text, str) else text, fsync=fsync)
         if fsync:
             sync_folder(path.parent)
     except OSError as error:

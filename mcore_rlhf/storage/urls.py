@@ -12,7 +12,7 @@ from ..suggestions import hub_name
 from .destination import Publication
 from .links import enclose
 from .paths import ReadablePath, local_path, real_path, storage_error, url_in
-from .publish import MANIFEST_NAME, LocalPublication, replace_text
+from .publish import MANIFEST_NAME, LocalPublication, make_folder_of, replace_text
 from .reading import OpenFiles
 from .settings import SCHEMES
 from .store import FarFiles, StorePath
@@ -135,8 +135,8 @@ def remove_stored(folder: ReadablePath, manifest_name: str = MANIFEST_NAME) -> b
     return _backend(folder).remove(folder, manifest_name)
 
 
-def write_text(path: ReadablePath, text: str, *, fsync: bool = True) -> None:
-    """Write a small text anew, whatever was there: see :func:`.publish.replace_text`.
+def write_text(path: ReadablePath, text: str | bytes, *, fsync: bool = True) -> None:
+    """Write a small text anew, or what is none, whatever was there: see :func:`.publish.replace_text`.
 
     Raises:
         StorageError: It cannot be written; what was there before is still there.
@@ -144,10 +144,11 @@ def write_text(path: ReadablePath, text: str, *, fsync: bool = True) -> None:
     if isinstance(path, StorePath):
         from .upload import object_store
 
-        object_store(path).put(str(path.path), text.encode())
+        object_store(path).put(str(path.path), text.encode() if isinstance(text, str) else text)
         object_store(path).forget()
         return
     assert isinstance(path, Path)
+    make_folder_of(path)
     replace_text(path, text, fsync=fsync)
 
 

@@ -7,25 +7,27 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get
 
 from __future__ import annotations
 
-from .table import Trainer
+from .table import ITERATIONS, Trainer
 
-_STEPS, _TRACKER = ("iter_{step:07d}",), "latest_checkpointed_iteration.txt"
+_TRACKER = "latest_checkpointed_iteration.txt"
 
 BRIDGE = Trainer(
     name="megatron-bridge",
     title="Megatron-Bridge",
-    steps=_STEPS,
+    steps=ITERATIONS,
     marks=("run_config.yaml", "train_state.pt"),
     over=("megatron-lm",),
     tracker=_TRACKER,
     counted="latest_train_state.pt",
+    formats=("megatron-dist",),
     told="checkpoint.load={root}",
 )
 LM = Trainer(
     name="megatron-lm",
     title="Megatron-LM",
-    steps=_STEPS,
+    steps=ITERATIONS,
     marks=("mp_rank_*", "common.pt", "metadata.json", ".metadata"),
     tracker=_TRACKER,
+    formats=("megatron-dist", "megatron"),
     told="--load {root}",
 )

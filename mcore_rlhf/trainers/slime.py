@@ -6,15 +6,17 @@ a line in the log); 624b824, ``slime/backends/megatron_utils/actor.py`` (``save_
 
 from __future__ import annotations
 
-from .table import Trainer
+from .table import ITERATIONS, Trainer
 
 TRAINER = Trainer(
     name="slime",
     title="slime",
-    steps=("iter_{step:07d}",),
+    steps=ITERATIONS,
     marks=(),
     beside=("rollout/global_dataset_state_dict_{step}.pt",),
     over=("megatron-lm", "megatron-bridge"),
     tracker="latest_checkpointed_iteration.txt",
+    formats=("megatron-dist",),
+    ahead=1,
     told="--load {root} --save {root}",
 )

@@ -16,6 +16,8 @@ STEP = "step"
 """The field of a pattern that stands for a step's number."""
 HERE = ""
 """The place of a role whose model is the step's folder itself."""
+ITERATIONS = ("iter_{step:07d}",)
+"""What Megatron calls the folders of a root. Source: Megatron-LM core_v0.16.1, ``training/checkpointing.py`` (``get_checkpoint_name``)."""
 
 Resumed = Literal["tracker", "highest", "named"]
 """What a trainer goes on from by itself: what its tracker names, the step of the highest number, or only one that it is told."""
@@ -84,6 +86,7 @@ class Trainer:
             is its own; none where they are one folder.
         megatrons: Where in a model's place Megatron's own folder is; empty where it is that place itself.
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
+        ahead: How many more steps are done than the number of a step says, which is Megatron's iteration: it counts from 0.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -120,6 +123,7 @@ class Trainer:
     parts: tuple[DistParts, ...] = ()
     megatrons: str = ""
     counts: bool = True
+    ahead: int = 0
     told: str = ""
 
     @property
@@ -131,6 +135,11 @@ class Trainer:
     def in_place(self) -> bool:
         """Whether the run's folder is its one step."""
         return not self.steps
+
+    @property
+    def is_iteration(self) -> bool:
+        """Whether a step's folder is one of Megatron's own: an iteration beside others, and not a folder that holds one."""
+        return self.steps[:1] == ITERATIONS
 
     @property
     def unfolded(self) -> bool:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
+from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
 from mcore_rlhf.formats.registry import is_model, open_checkpoint
@@ -101,7 +102,8 @@ def _verified(
     progress: Callable[[int], None] | None,
     begin: Callable[[int], None] | None,
 ) -> Verdict:
-    verdict = _sizes(path) if (path / MANIFEST_NAME).is_file() else Verdict()
+    listing = _listing(path, options.step)
+    verdict = _sizes(listing) if listing is not None else Verdict()
     if verdict.problems:
         return verdict
     if verdict.manifest and not is_model(path):
@@ -130,8 +132,14 @@ def _verified(
     if depth is not Depth.QUICK:
         if begin is not None:
             begin(Ledger(source.files).unread)
-        _check_bytes(verdict, path, depth, workers, progress)
+        _check_bytes(verdict, listing, depth, workers, progress)
     return verdict
+
+
+def _listing(path: ReadablePath, step: int | None) -> ReadablePath | None:
+    """The folder whose manifest lists the files of what a path means: its own, or that of its iteration; None where there is none."""
+    places = (one for one in (path, iteration_meant(path, step)) if one is not None)
+    return next((one for one in places if (one / MANIFEST_NAME).is_file()), None)
 
 
 def _sizes(path: ReadablePath) -> Verdict:
@@ -212,7 +220,11 @@ def _digest_tasks(source: Source, problems: Problems) -> Iterator[Callable[[], N
 
 
 def _check_bytes(
-    verdict: Verdict, path: ReadablePath, depth: Depth, workers: int, progress: Callable[[int], None] | None
+    verdict: Verdict,
+    listing: ReadablePath | None,
+    depth: Depth,
+    workers: int,
+    progress: Callable[[int], None] | None,
 ) -> None:
     source = verdict.source
     assert source is not None
@@ -237,6 +249,6 @@ def _check_bytes(
     if deep:
         masters = "" if source.parity else " (not: the run keeps these in fewer bits)"
         verdict.checked.append(f"equality of all replicas, and of fp32 masters with parameters{masters}")
-    if verdict.manifest and not verdict.problems:
-        verdict.problems.extend(check(path, Manifest.read(path / MANIFEST_NAME)).found)
+    if listing is not None and not verdict.problems:
+        verdict.problems.extend(check(listing, Manifest.read(listing / MANIFEST_NAME)).found)
         verdict.checked.append("the CRC-32 of every file in the manifest")

@@ -401,7 +401,7 @@ _OTHER_THINGS = {
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
     **dict.fromkeys(
         map("trainers/{}.py".format, (
-            "accelerate", "areal", "ms_swift", "nemo_rl", "openrlhf", "rlinf", "roll", "skyrl", "torchtitan",
+            "accelerate", "areal", "megatron", "ms_swift", "nemo_rl", "openrlhf", "rlinf", "roll", "skyrl", "slime", "torchtitan",
             "transformers", "verl",
         )),
         "what the trainer is given",

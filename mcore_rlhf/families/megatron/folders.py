@@ -168,6 +168,18 @@ def _tracked(root: ReadablePath) -> tuple[int | None, ...]:
     return (int(text),) if _ITERATION.fullmatch(text) else ()
 
 
+def iteration_meant(root: ReadablePath, step: int | None) -> ReadablePath | None:
+    """The folder of the iteration that a root means; None where it means none.
+
+    Args:
+        root: Any folder.
+        step: The iteration that is wanted; None for what the tracker names.
+    """
+    wanted = _tracked(root) if step is None else (step,)
+    found = iteration_folders(root) if wanted else {}
+    return next((found[one] for one in wanted if one in found), None)
+
+
 def iteration_folders(root: ReadablePath) -> dict[int | None, ReadablePath]:
     """The ``iter_…`` and ``release`` folders of a root by iteration, None for the release; whatever is in them."""
     found: dict[int | None, ReadablePath] = {}
