@@ -108,7 +108,10 @@ def dies_within(checkpointing: Any, job: str) -> None:
 
 
 def loads(bridge: Any, folders: list[str]) -> list[Any]:
-    """What a new run has of each folder, by Bridge's own manager: two losses, and what is counted and drawn; the error where it stops."""
+    """What a new run has of each folder, by Bridge's own manager: two losses, and what is counted and drawn; the error where it stops.
+
+    A folder with ``of-a-gpu`` in it has random states that no CPU takes.
+    """
     found: list[Any] = []
     for folder in folders:
         run = Trainer(
@@ -119,6 +122,7 @@ def loads(bridge: Any, folders: list[str]) -> list[Any]:
         run.training = Training(micro_batch_size=2, global_batch_size=4)  # the same data
         state, torch_state = bridge.state.GlobalState(), torch.get_rng_state()
         state.cfg = config = configured(bridge, folder, 1)
+        config.checkpoint.load_rng = not Path(folder, "of-a-gpu").exists()
         manager = bridge.checkpointing.create_checkpoint_manager(config.checkpoint)
         try:
             if not bridge.setup._should_load_checkpoint(config, manager):
