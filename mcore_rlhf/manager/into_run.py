@@ -167,6 +167,7 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     source = as_whole(source)
     if not source.alone:
         models = {role: folder for role, folder in source.models.items() if trainer.place_of(role) is not None}
+        models = models or ({**source.models} if trainer.is_iteration and len(source.models) == 1 else {})
         if not models:
             raise UsageError(
                 f"{source.folder}: has models of the roles {', '.join(source.models)}; {trainer.title} has {', '.join(trainer.roles)}"
@@ -174,7 +175,7 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
         return replace(source, models=models)
     ((name, folder),) = source.models.items()
     role = name or next(iter(trainer.roles))
-    if trainer.place_of(role) is None:
+    if trainer.place_of(role) is None and not trainer.is_iteration:  # whose folder is of any one model
         raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
     step = open_checkpoint(folder, replace(source.options, optimizer=False)).state.iteration
     if not step:  # where nothing else says it, the optimizer counts the steps

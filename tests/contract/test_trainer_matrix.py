@@ -77,7 +77,7 @@ def arrived(source: Subject, done: StepJob) -> str:
         apart = [one for one in found.differences if done.trainer == "skyrl" and _is_of_its_own(one)]
         assert found.differences == apart, (role, found.differences[:3])
         assert found.tensors >= 3 * len(states)
-        assert a.state.iteration == b.state.iteration
+        assert seen.state.iteration == b.state.iteration
         schedules = [one.state.scheduler or {} for one in (a, b)]
         goes_on = "last_epoch" in schedules[0] and schedules[0]["last_epoch"] == schedules[1].get("last_epoch")
         parts.append(("weights", *(["optimizer"] if states else []), *(["schedule"] if goes_on else [])))
