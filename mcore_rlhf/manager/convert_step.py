@@ -25,16 +25,26 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
-from mcore_rlhf.storage.paths import ReadablePath, beneath, files_below, refused
+from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.publish import LocalPublication
-from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from mcore_rlhf.trainers.known import trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
-from .into_run import as_step, beside, in_iteration, like_of, resolved, shift_into, taken_out, track, values_of
+from .into_run import (
+    as_step,
+    beside,
+    in_iteration,
+    laid_beside,
+    like_of,
+    resolved,
+    shift_into,
+    taken_out,
+    track,
+    values_of,
+)
 from .run import steps
 from .run.checks import check_calls, check_values
 from .run.retention import left_behind
@@ -43,9 +53,6 @@ from .run_data import add_position, say_what_was_counted, settle_data
 from .run_sides import Beside, add_beginning, add_counters, add_made
 from .runs import manifest_of, run_at
 from .subject import OF_TRAINER, Subject
-
-_LONGEST = 1 << 30
-"""Of a file beside an iteration, in bytes: a count of prompts, or a buffer of them."""
 
 
 @dataclass(slots=True)
@@ -249,14 +256,13 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     replaceable = partial(_is_as_written, name) if trainer.in_place else lambda there: (there / name).is_file()
     with publication(folder, replaceable, manifest_name=name, **published_by(options)) as into:
         job = prepare_step(source, options)
-        publish(conversion_of(job, options), into, options, progress)
+        with laid_beside(root, job.outside, fsync=options.fsync):
+            publish(conversion_of(job, options), into, options, progress)
     in_parts = Takes.MEGATRON in format_named(options.to).takes
     job.published, job.trainer = folder, trainer.name
     parts = options.write.run_of.parts if in_parts else None
     told = f"{trainer.told} {parts.told}".rstrip() if parts is not None else trainer.told
     job.told = f"{trainer.title}: {told.format(root=root, step=step, path=folder)}"
-    for name, path in job.outside.items():
-        write_text(beneath(root, name), read_bytes(path, _LONGEST), fsync=options.fsync)
     track(root, trainer, step, fsync=options.fsync)
     return job
 

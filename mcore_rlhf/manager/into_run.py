@@ -6,7 +6,8 @@ and nobody has is made of what is known, and said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS
 from mcore_rlhf.formats.base import Target
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
-from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.urls import checkpoint_path, write_text
+from mcore_rlhf.storage.paths import ReadablePath, beneath
+from mcore_rlhf.storage.patience import is_there
+from mcore_rlhf.storage.reading import read_bytes
+from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
 from mcore_rlhf.trainers.known import TRAINERS, trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
@@ -32,6 +35,8 @@ from .subject import Subject, as_whole, former_of
 _DEGREES = ("tp", "pp", "vpp", "ep", "etp")
 _LAYOUTS = (*_DEGREES, "pipeline_layout")
 """Options that mean a Megatron layout."""
+_LONGEST = 1 << 30
+"""Of a file beside an iteration, in bytes: a count of prompts, or a buffer of them."""
 
 
 def resolved(options: ConvertOptions) -> ConvertOptions:
@@ -264,6 +269,29 @@ def taken_out(target: Target, trainer: Trainer) -> Mapping[str, ReadablePath]:
     target.texts.pop(trainer.tracker, None)
     inside = f"{target.files[0].path.partition('/')[0]}/"
     return {name: target.carried.pop(name) for name in [*target.carried] if not name.startswith(inside)}
+
+
+@contextmanager
+def laid_beside(root: ReadablePath, outside: Mapping[str, ReadablePath], *, fsync: bool) -> Iterator[None]:
+    """Lay what belongs beside an iteration before that is there: its trainer begins anew without, and says nothing.
+
+    Args:
+        root: The run's.
+        outside: Files, by where they lie in it; taken away again where the iteration does not come.
+        fsync: Whether each is on the disk then.
+
+    Raises:
+        StorageError: One cannot be written.
+    """
+    places = {beneath(root, name): path for name, path in outside.items()}
+    try:
+        for place, path in places.items():
+            write_text(place, read_bytes(path, _LONGEST), fsync=fsync)
+        yield
+    except BaseException:
+        for place in filter(is_there, places):
+            remove_file(place)
+        raise
 
 
 def in_iteration(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rlhf.errors import CheckpointError, UsageError
+from mcore_rlhf.errors import CheckpointError, StorageError, UsageError
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
@@ -62,6 +62,20 @@ def test_prompts_go_along_to_slime_alone(tmp_path: Path) -> None:
     job = into(own, tmp_path / "openrlhf", "openrlhf", vocab_size=132)
     assert [step.step for step in listed_steps(tmp_path / "openrlhf")] == [3]
     assert any("global_dataset_state_dict_2.pt" in text for text in job.jobs["actor"].account.lost)
+
+
+def test_prompts_go_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, seen = slime(tmp_path / "own"), []
+
+    def fail(*_: object) -> None:
+        seen.append(files(tmp_path / "slime"))
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr("mcore_rlhf.manager.convert_step.publish", fail)
+    with pytest.raises(StorageError):
+        into(own, tmp_path / "slime", "slime", tp=1, pp=1)
+    assert [any("rollout/" in name for name in there) for there in seen] == [True]
+    assert not any("rollout/" in name for name in files(tmp_path / "slime"))
 
 
 def test_a_file_that_names_another_iteration_is_in_the_way(tmp_path: Path) -> None:
