@@ -2,7 +2,7 @@
 
 Source: NVIDIA-NeMo/Megatron-Bridge 067f987, ``src/megatron/bridge/training/checkpointing.py`` (``load_checkpoint``,
 ``_load_checkpoint_from_path``, ``_load_base_checkpoint``), ``training/state.py`` (``TrainState.load_state_dict``); what megatron-core does
-below it as in :mod:`.megatron`. Read, and not run: Megatron-Bridge needs Transformer Engine.
+below it as in :mod:`.megatron`. It runs round a model of megatron-core's on a CPU; with its own, Megatron-Bridge needs Transformer Engine.
 """
 
 from __future__ import annotations
