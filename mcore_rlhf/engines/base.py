@@ -58,6 +58,8 @@ class LiveFile:
             training: nothing in it may change later, dictionaries and lists are copies.
         labels: Only on the first writer: label → key of the record in the container (``data/0``). A label that is not listed is
             the key itself.
+        timeless: The same as the container, without what only says when it was written: what is written in its place where a file that
+            is there already is linked. None where the container says nothing of the kind, or where it is needed.
     """
 
     path: str
@@ -65,6 +67,7 @@ class LiveFile:
     segments: Sequence[Segment]
     container: Container | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    timeless: Container | None = None
 
 
 @dataclass(frozen=True, slots=True)

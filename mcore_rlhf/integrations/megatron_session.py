@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rlhf.families.megatron.state import COUNTER, SAMPLES
 from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.manager import CheckpointManager, Resumed
 from mcore_rlhf.manager.run.options import ManagerOptions
@@ -24,7 +25,6 @@ from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt
 if TYPE_CHECKING:
     from .megatron_engine import ScriptEngine
 
-COUNTER = "num_floating_point_operations_so_far"
 
 Call = Mapping[str, Any]
 """The arguments of a call by name, defaults filled in."""
@@ -182,7 +182,7 @@ class Session:
         training, args, stored = self.training, self.training.get_args(), engine.loaded_args
         if stored and not args.finetune:
             training.check_checkpoint_args(comparable(stored, args))
-            for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
+            for name in SAMPLES:
                 setattr(args, name, stored.get(name, 0))
             training.update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
         if hasattr(training, "set_loaded_iteration"):

@@ -108,7 +108,8 @@ class MegatronEngine:
         found: list[LiveFile] = []
         if self.place.writes_model:
             args = self._current_args()
-            found.append(files.model_file({"args": Namespace(args)}, self._after(step, args)))
+            fresh = self._fresh(args) if self.optimizer is None and self.scheduler is None else None
+            found.append(files.model_file({"args": Namespace(args)}, self._after(step, args), fresh))
         whole = Memory.of(found, files.trees)
         found += [*files.optimizer_files(), *files.layer_wise_files()]
         texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
@@ -238,9 +239,18 @@ class MegatronEngine:
 
         The manager keeps the true states of all ranks in a file of its own; Megatron would gather them here.
         """
-        others = range(1, self.place.parallel.dp if args.get("data_parallel_random_init") else 1)
-        own = megatron_state()
+        own, (_, *others) = megatron_state(), self._drawing(args)
         return [own, *(torch_values(RngMaker(own, step, 0).derived(self.place.file_rank, other)) for other in others)]
+
+    def _fresh(self, args: Mapping[str, object]) -> list[object]:
+        """The same at every step: the states of a start."""
+        seed = args.get("seed")
+        maker = RngMaker(megatron_state(), 0, seed if type(seed) is int else 0)
+        return [torch_values(maker.fresh(self.place.file_rank, one)) for one in self._drawing(args)]
+
+    def _drawing(self, args: Mapping[str, object]) -> range:
+        """The data-parallel ranks that have states of their own in the file."""
+        return range(self.place.parallel.dp if args.get("data_parallel_random_init") else 1)
 
 
 if TYPE_CHECKING:

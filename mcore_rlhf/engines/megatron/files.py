@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, iteration_folder_name
+from mcore_rlhf.families.megatron.state import timeless
 from mcore_rlhf.storage.pt import Pt
 from mcore_rlhf.storage.stored import StoredTensor
 
@@ -57,12 +58,15 @@ class LiveFiles:
     converted: list[torch.Tensor] = field(default_factory=list)
     """Live tensors that went into a file in another form: as fp32, or as one number of their param group."""
 
-    def model_file(self, before: Mapping[str, object], after: Mapping[str, object]) -> LiveFile:
+    def model_file(
+        self, before: Mapping[str, object], after: Mapping[str, object], fresh: Sequence[object] | None = None
+    ) -> LiveFile:
         """``model_optim_rng.pt`` of this rank's folder, for the rank that writes it.
 
         Args:
             before: Top-level values that stand before the model: ``args``.
             after: Those that stand after the optimizer: scheduler, random states, counters.
+            fresh: Of a model that nothing trains, the random states of a start, which are the same at every step.
         """
         path = self._path(self.place.folder, MODEL_FILES[0])
         live = LiveTree(path)
@@ -72,7 +76,8 @@ class LiveFiles:
             tree["optimizer"] = self._optimizer_state() if self.by_size is None else self.by_size.groups_alone()
         placed = live.placed({**tree, **after})
         self.trees.append(live)
-        return LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed))
+        still = None if fresh is None else Pt.of(timeless(placed, fresh))
+        return LiveFile(path, (self.place.rank,), tuple(live.segments), Pt.of(placed), timeless=still)
 
     def optimizer_files(self) -> list[LiveFile]:
         """The ``distrib_optim.pt`` files to which this rank contributes: its dense and its expert shards may go to two."""

@@ -17,7 +17,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments
 from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
 from mcore_rlhf.families.megatron.remainders import are_remainders
-from mcore_rlhf.families.megatron.state import NAMES
+from mcore_rlhf.families.megatron.state import NAMES, is_timeless
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
 from mcore_rlhf.formats.megatron.reader import training_state
 from mcore_rlhf.formats.megatron.shards import RankFiles, RankShard
@@ -123,9 +123,10 @@ class OwnFiles:
         return Problem(Incomplete, text, "Load with optimizer=False to begin with fresh optimizer states.")
 
     def _rng(self) -> Mapping[str, object] | None:
-        """What Megatron-LM restores, whatever the data-parallel rank: the first entry, unless every rank began anew."""
-        stored = self.shards[0].top.get("rng_state")
-        if not isinstance(stored, list) or not stored or self.args.flag("data_parallel_random_init"):
+        """What Megatron-LM restores, whatever the data-parallel rank: the first entry, unless every rank began anew, or it is no step's."""
+        own = self.shards[0]
+        stored = own.top.get("rng_state")
+        if not isinstance(stored, list) or not stored or self.args.flag("data_parallel_random_init") or is_timeless(own.pt.tree):
             return None
         first = torch_values(self.shards[0].pt.materialize(stored[0]))
         complete = isinstance(first, dict) and all(name in first for name in NAMES.values())

@@ -38,9 +38,10 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.storage.torchzip import Directory
 
+from .state import SAMPLES
+
 FILE, TRAIN_STATE = "run_config.yaml", "train_state.pt"
 _STEP, _FLOPS = "step", "floating_point_operations_so_far"
-_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What Megatron-LM has as arguments of the same names."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
 _SAVED = ("save_optim", "save_rng")
@@ -113,7 +114,7 @@ def train_state_beside(folder: ReadablePath, stubs: tuple[str, ...]) -> TrainSta
     if not isinstance(tree, Mapping):
         raise Corrupt(f"{folder / TRAIN_STATE}: expected a run's counters, found a {type(tree).__name__}")
     step = _counter(folder, tree, _STEP)
-    counters = {name: _counter(folder, tree, name) for name in _COUNTERS if name in tree}
+    counters = {name: _counter(folder, tree, name) for name in SAMPLES if name in tree}
     operations = _counter(folder, tree, _FLOPS) if _FLOPS in tree else None
     return TrainState(step, counters, operations, opened.directory)
 

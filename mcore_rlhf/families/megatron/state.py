@@ -27,10 +27,10 @@ from mcore_rlhf.families.inventory import items_in, state_dict_of
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.nested import PICKLED_NONE, is_none
-from mcore_rlhf.storage.stored import StoredTensor
+from mcore_rlhf.storage.stored import Namespace, StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
-from .arguments import Arguments
+from .arguments import Arguments, stored_arguments
 from .folders import FileRank, Located
 
 SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
@@ -46,6 +46,10 @@ RNG_KEYS = ("rng_state",)
 OLD_RNG_KEYS = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 PER_RANK_KEYS = ("rerun_state_machine",)
 COUNTER = "num_floating_point_operations_so_far"
+SAMPLES = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+TIMELESS = "mcore_rlhf_timeless"
+"""Key by which a model file of ours says that it is the same at every step: see :func:`timeless`."""
+_OF_A_MOMENT = {"iteration", "curr_iteration", COUNTER, *SAMPLES}
 LAID_OUT = "mcore_rlhf_laid_out"
 """Argument by which our engine, which asked the optimizer, says that it deals by a layout; for Megatron's see :class:`MegatronState`."""
 _SHOWN = 40
@@ -54,6 +58,31 @@ OF_RANKS = {
     **{key: Item(Kind.VALUE, key) for key in PER_RANK_KEYS},
 }
 """Keys of which every rank has a value of its own, and the items that these values are."""
+
+
+def timeless(top: Mapping[str, object], rng: Sequence[object]) -> dict[str, object]:
+    """A model file that trains nothing, as it is at every step: so it can be one file of all of them.
+
+    Iteration and random states are there for Megatron-LM, which exits without them; they are a release's and those of a start. Counters are
+    left out: it takes 0. Source: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``load_checkpoint``).
+
+    Args:
+        top: What it holds at a step.
+        rng: The random states that go into it.
+    """
+    kept, args = {key: value for key, value in top.items() if key != COUNTER}, stored_arguments(top)
+    still = Namespace({name: value for name, value in args.items() if name not in _OF_A_MOMENT})
+    return {**kept, "args": still, "iteration": 0, RNG_KEYS[0]: list(rng), TIMELESS: True}
+
+
+def is_timeless(top: Mapping[str, object]) -> bool:
+    """Whether a model file is the same at every step, as :func:`timeless` made it."""
+    return top.get(TIMELESS) is True
+
+
+def of_its_step(top: Mapping[str, object]) -> Mapping[str, object]:
+    """What a model file holds, without an iteration that is no step's: where it is the same at every step, its folder says which."""
+    return {key: value for key, value in top.items() if key not in (TIMELESS, "iteration")} if is_timeless(top) else top
 
 
 @dataclass(slots=True)

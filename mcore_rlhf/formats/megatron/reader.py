@@ -36,6 +36,7 @@ from mcore_rlhf.families.megatron.state import (
     RNG_KEYS,
     SCHEDULER_KEYS,
     MegatronState,
+    is_timeless,
     note_scheduler,
     scheduler_in,
 )
@@ -290,6 +291,9 @@ _SMALL = 16 << 20
 _KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
 
 
+_TIMELESS = "a frozen model's file, the same at every step: the iteration is its folder's, random states are a start's, counters it has none"
+
+
 def training_state(
     shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
 ) -> TrainingState:
@@ -300,6 +304,8 @@ def training_state(
     first = shards[0].top
     iteration = first.get("iteration", first.get("total_iters", located.iteration or 0))
     scheduler = scheduler_in(first, notes)
+    if is_timeless(shards[0].pt.tree):
+        notes.add(Fate.NOTE, _TIMELESS)
     return TrainingState(
         iteration=int(iteration) if isinstance(iteration, int) else located.iteration or 0,
         release=located.release,

@@ -12,7 +12,7 @@ from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Probl
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
 from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
-from mcore_rlhf.families.megatron.state import ModelPart, RankValues
+from mcore_rlhf.families.megatron.state import ModelPart, RankValues, of_its_step
 from mcore_rlhf.families.run_folders import adapted_step
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import expert_of, is_routed_expert, layer_of, renumbered
@@ -117,7 +117,7 @@ class RankFiles:
         files = {name: self._open(at.folder, name) for name in dealt}
         alone = self.optimizer and adapted_step(self.located.folder) is not None
         if not alone or not (self.located.folder / at.folder / PLAIN_FILE).is_file():
-            return RankShard(at, pt.tree, parts, pt.materialize, pt, distrib, files)
+            return RankShard(at, of_its_step(pt.tree), parts, pt.materialize, pt, distrib, files)
         apart = self._open(at.folder, PLAIN_FILE)
         top = {**pt.tree, _OPTIMIZER: apart.tree}
         return RankShard(at, top, parts, pt.materialize, pt, distrib, files, apart)

@@ -124,8 +124,9 @@ class RankWriter:
     def _write_or_link(self, file: StepFile) -> None:
         """Give a file that is there already, byte for byte, a second name; write it where there is none."""
         self.progress.moved(file.path)
-        assert file.live.container is not None
-        lay_out = partial(file.live.container.layout, file.live.path)  # one is good for one file
+        container = file.live.timeless or file.live.container
+        assert container is not None
+        lay_out = partial(container.layout, file.live.path)  # one is good for one file
         if any(isinstance(share, Staged) and share.stream.wraps for share in file.shares):
             self._write_then_link(file, lay_out())
             return
