@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import StorageError
 
+P, T = ParamSpec("P"), TypeVar("T")
 _BEGINS_S = 30.0
 """After so long a thread is given up that the system has given, and that has not begun."""
 
@@ -84,7 +89,7 @@ def begin_some(count: int, name: str, job: Callable[..., object], *args: object)
     return threads
 
 
-class Pool(ThreadPoolExecutor):
+class Pool(Executor):
     """Threads that share work: as many as asked for, or as the system gives; one suffices.
 
     Args:
@@ -93,15 +98,64 @@ class Pool(ThreadPoolExecutor):
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        super().__init__(max(1, threads), name)
-        self._name = name
+        self._most, self._name = max(1, threads), name
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = list[threading.Thread]()
+        self._lock, self._undone = threading.Lock(), 0
 
-    def _adjust_thread_count(self) -> None:  # concurrent.futures.thread of Python 3.10 to 3.14: called as work comes in
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have something done by the next thread that is free.
+
+        Raises:
+            StorageError: The system gives no thread at all.
+        """
+        future = Future[T]()
+        with self._lock:
+            if not self._most:
+                raise RuntimeError(f"{self._name}: there is work, and its threads were let go")
+            if len(self._threads) < min(self._most, self._undone + 1):
+                self._begin_one()
+            self._undone += 1
+        self._work.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """No more work comes: threads end when what is there is done, or at once what nobody has begun is cancelled."""
+        with self._lock:
+            self._most = 0
+        with suppress(Empty):
+            while cancel_futures:
+                if (task := self._work.get_nowait()) is not None:
+                    task[0].cancel()
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _begin_one(self) -> None:
         try:
-            super()._adjust_thread_count()
-        except RuntimeError as error:
+            self._threads.append(begin(self._name, self._run))
+        except StorageError:
             if not self._threads:
-                raise _none(self._name, error) from error
+                raise
+            self._most = len(self._threads)  # each further one would be waited for as long
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            _do(*task)
+            del task  # what it holds goes now, and not when the next one comes
+            with self._lock:
+                self._undone -= 1
+
+
+def _do(future: Future[T], task: Callable[[], T]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            result = task()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def _none(name: str, error: RuntimeError) -> StorageError:

@@ -245,23 +245,32 @@ def refuse(case: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 def two_roles(case: dict[str, Any], root: Path) -> dict[str, Any]:
-    """An actor and a critic of different stages, in one step."""
+    """An actor and a critic of different stages, in one step; and a reference, which is one file of two steps."""
     stages = {"actor": {**case, "stage": 3}, "critic": {**case, "stage": 1}}
     stages["reference"] = {**case, "stage": 0, "reference": True}
     seen, weights = [], []
     for first, seed in ((0, 1), (2, 9)):
         engines = {role: build(one, seed + int(one["stage"])) for role, one in stages.items()}
         roles = {role: DeepSpeedEngine(engine, client_state={"role": role}) for role, engine in engines.items()}
-        with CheckpointManager(root, roles) as manager:
+        with CheckpointManager(root, roles, options=ManagerOptions(link_unchanged=True)) as manager:
             if first:
                 manager.load()
             else:
+                manager.save(1)
                 for role in ("actor", "critic"):
                     train(engines[role], 0, 2)
                 manager.save(2)
             seen.append([train(engines[role], 2, 4) for role in ("actor", "critic")])
             weights.append(dict(engines["reference"].module.state_dict()))
+    shared = sorted(path.relative_to(root).parts[1] for path in root.glob("global_step_2/*/*/*.pt") if path.stat().st_nlink > 1)
+    kept = {name: tensor.clone() for name, tensor in weights[-1].items()}
+    with torch.no_grad():
+        for param in engines["reference"].module.parameters():
+            param.fill_(0.5)
+    engines["reference"].load_checkpoint(str(root / "global_step_2" / "reference"), load_module_only=True)
     return {
+        "shared": shared,
+        "theirs": differences(kept, dict(engines["reference"].module.state_dict())),
         "losses": seen,
         "reference": differences(*weights),
         "clients": [one.loaded_client_state["role"] for one in roles.values()],

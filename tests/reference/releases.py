@@ -56,6 +56,7 @@ ROWS = {
     "test_engine_megatron_save": Row("the engine's files are Megatron's", ("[cube]", "[plain]")),
     "test_engine_muon": Row("Muon, Lion and others through the engine", ("[muon]",)),
     "test_fields": Row("fields without meaning for the function change no logit", ("",)),
+    "test_frozen_reference": Row("a frozen reference is one file of all steps", ("bit_for_bit[as a whole",)),
     "test_hf": Row("Hugging Face folders, both ways"),
     "test_hybrid_megatron": Row("HybridModel, reshaped", (), (NEWEST,), "gated delta nets came with 0.19; one test starts 0.18.2 itself"),
     "test_integration_megatron_lm": Row("the drop-in on Megatron's own models", ("",)),

@@ -211,3 +211,5 @@ def test_actor_critic_and_reference_of_different_stages_share_a_step(lab: DeepSp
         assert straight[0] != straight[1]
         assert seen["reference"] == []
         assert seen["clients"] == ["actor", "critic", "reference"]
+        assert seen["shared"] == ["reference"], "it is one file of both steps"
+        assert seen["theirs"] == [], "and DeepSpeed's own load takes it"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
+from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -18,12 +19,15 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference import frozen_jobs as jobs
+from tests.reference import releases
 from tests.reference.engine_lab import ADAM, MOE, SAME_ROWS
 from tests.reference.frozen_jobs import CHANGED, LAST, REFERENCE
 from tests.reference.lab import TIMEOUT, Lab
 from tests.reference.merge import bits_equal
 from tests.reference.observing import Session
+from tests.reference.test_pretrain import PRETRAIN, Scripts, scripts
 
+__all__ = ["scripts"]  # a fixture of the module that pretrains
 LAYOUT = Parallel(tp=2, dp=2)
 WAYS: dict[str, dict[str, Any]] = {
     "as a whole": {"asynchronous": False},
@@ -139,3 +143,14 @@ def test_by_default_the_file_says_its_iteration(lab: Lab) -> None:
     assert tree["iteration"] == 2
     assert tree["args"].consumed_train_samples == 8
     assert "mcore_rlhf_timeless" not in tree
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(releases.running(versions.MEGATRON) != releases.NEWEST, reason="the script is for the newest release")
+def test_megatron_lms_load_checkpoint_takes_it(scripts: Scripts) -> None:
+    """Its own script, in which the loader exits where there is no iteration, or no state of the random numbers' tracker."""
+    given = [*PRETRAIN, "--save-interval", "2"]
+    given[given.index("--tensor-model-parallel-size") + 1] = "1"
+    (linked, iteration, same, restored) = scripts.run("pretrain_frozen.py", given, world=1)[0]
+    assert linked
+    assert (iteration, same, restored) == (0, True, True)

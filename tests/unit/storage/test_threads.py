@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,49 @@ def test_one_that_is_given_and_does_not_begin_is_not_waited_for_without_end(
     monkeypatch.undo()
     threads.begin("count", done.append, None).join()
     assert done == [None]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("begin", [0, 1, 3])
+def test_a_pool_goes_on_with_those_that_begin(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
+    """The system gives all that are asked for, and to some no memory to begin with."""
+    real, given, waited = threading.Thread._bootstrap, [0], time.monotonic()  # type: ignore[attr-defined]
+
+    def bootstrap(thread: threading.Thread) -> None:
+        given[0] += 1
+        if given[0] <= begin:
+            real(thread)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", bootstrap)
+    monkeypatch.setattr(threads, "_BEGINS_S", 0.3)
+    with Pool(5, "count") as pool:
+        if begin:
+            assert list(pool.map(abs, range(-200, 0))) == list(range(200, 0, -1))
+        else:
+            with pytest.raises(StorageError, match=r"count: the system gives no thread for it: one was given"):
+                pool.submit(abs, -1)
+    assert time.monotonic() - waited < 3, "the first that does not begin is the last that is asked for"
+
+
+def test_a_pool_hands_on_what_is_raised_and_cancels_what_nobody_has_begun() -> None:
+    free, begun, done = threading.Event(), threading.Event(), list[int]()
+
+    def hold() -> None:
+        begun.set()
+        assert free.wait(10)
+
+    pool = Pool(1, "hold")
+    held, others = pool.submit(hold), [pool.submit(done.append, number) for number in range(3)]
+    assert begun.wait(10)
+    pool.shutdown(wait=False, cancel_futures=True)
+    free.set()
+    assert held.result(10) is None
+    assert all(one.cancelled() for one in others)
+    assert not done
+    with Pool(2, "fail") as pool:
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(divmod, 1, 0).result(10)
+        assert pool.submit(divmod, 7, 2).result(10) == (3, 1), "the thread goes on"
 
 
 def test_conversions_verdicts_and_weights_say_that_there_is_none(left: list[int], tmp_path: Path) -> None:
