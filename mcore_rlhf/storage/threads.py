@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import StorageError
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 _BEGINS_S = 30.0
 """After so long a thread is given up that the system has given, and that has not begun."""
 

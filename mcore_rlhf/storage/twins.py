@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from .beneath import Beneath
+from .in_memory import Bytes
 from .record_file import Layout, RecordFile
 
 _WINDOW_NBYTES = 1 << 20
@@ -81,7 +82,7 @@ class Twin(RecordFile):
             if not count:
                 break
             at += count
-        if at < len(data) or not np.array_equal(there, np.frombuffer(data, np.uint8)):
+        if at < len(data) or not _holds_the_same(there, np.frombuffer(data, np.uint8)):
             raise Differs(f"{self.path}: differs")
 
     def _close(self, fsync: bool) -> None:
@@ -91,6 +92,13 @@ class Twin(RecordFile):
                 os.fsync(self._fd)
         except OSError as error:
             raise Differs(f"{self.path}: {os.strerror(error.errno or errno.EIO)}") from error
+
+
+def _holds_the_same(one: Bytes, other: Bytes) -> bool:
+    """Eight bytes at a time, which takes half as long, and what is left of them."""
+    whole = len(one) & -8
+    words, others = (some[:whole].view(np.uint64) for some in (one, other))
+    return np.array_equal(words, others) and np.array_equal(one[whole:], other[whole:])
 
 
 def put_in_place(folder: Beneath, name: str, root: Path, other: str, *, fsync: bool, moved: Callable[[], None]) -> None:

@@ -262,7 +262,9 @@ def two_roles(case: dict[str, Any], root: Path) -> dict[str, Any]:
                 manager.save(2)
             seen.append([train(engines[role], 2, 4) for role in ("actor", "critic")])
             weights.append(dict(engines["reference"].module.state_dict()))
-    shared = sorted(path.relative_to(root).parts[1] for path in root.glob("global_step_2/*/*/*.pt") if path.stat().st_nlink > 1)
+    shared = sorted(
+        path.relative_to(root).parts[1] for path in root.glob("global_step_2/*/*/*.pt") if path.stat().st_nlink > 1
+    )
     kept = {name: tensor.clone() for name, tensor in weights[-1].items()}
     with torch.no_grad():
         for param in engines["reference"].module.parameters():

@@ -146,7 +146,9 @@ def test_by_default_the_file_says_its_iteration(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(releases.running(versions.MEGATRON) != releases.NEWEST, reason="the script is for the newest release")
+@pytest.mark.skipif(
+    releases.running(versions.MEGATRON) != releases.NEWEST, reason="the script is for the newest release"
+)
 def test_megatron_lms_load_checkpoint_takes_it(scripts: Scripts) -> None:
     """Its own script, in which the loader exits where there is no iteration, or no state of the random numbers' tracker."""
     given = [*PRETRAIN, "--save-interval", "2"]

@@ -126,7 +126,12 @@ class OwnFiles:
         """What Megatron-LM restores, whatever the data-parallel rank: the first entry, unless every rank began anew, or it is no step's."""
         own = self.shards[0]
         stored = own.top.get("rng_state")
-        if not isinstance(stored, list) or not stored or self.args.flag("data_parallel_random_init") or is_timeless(own.pt.tree):
+        if (
+            not isinstance(stored, list)
+            or not stored
+            or self.args.flag("data_parallel_random_init")
+            or is_timeless(own.pt.tree)
+        ):
             return None
         first = torch_values(self.shards[0].pt.materialize(stored[0]))
         complete = isinstance(first, dict) and all(name in first for name in NAMES.values())

@@ -291,7 +291,7 @@ _SMALL = 16 << 20
 _KNOWN = {"args", "optimizer", *SCHEDULER_KEYS, *RNG_KEYS, *OLD_RNG_KEYS, *PER_RANK_KEYS}
 
 
-_TIMELESS = "a frozen model's file, the same at every step: the iteration is its folder's, random states are a start's, counters it has none"
+_TIMELESS = "a frozen model's file, the same at every step: its iteration is the folder's, its random states a start's; it has no counters"
 
 
 def training_state(

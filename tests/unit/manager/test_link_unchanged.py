@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -20,6 +21,7 @@ from mcore_rlhf.storage import host_pool
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.record_file import RecordFile
+from mcore_rlhf.storage.twins import _holds_the_same
 from tests.helpers.object_store import S3, url
 
 OPTIONS = ManagerOptions(link_unchanged=True, fsync=False, catch_signals=False, on_existing="continue")
@@ -108,6 +110,17 @@ def test_a_damaged_file_is_not_linked(tmp_path: Path, options: ManagerOptions, r
     run.save(2)
     assert not run.is_linked(1, 2)
     run.require_whole(2)
+
+
+@pytest.mark.parametrize("nbytes", range(18))
+def test_no_byte_is_passed_over(nbytes: int, rng: random.Random) -> None:
+    one = np.frombuffer(rng.randbytes(nbytes + 1), np.uint8)[1:]  # where no word begins
+    assert _holds_the_same(one, one.copy())
+    for at in range(nbytes):
+        other = one.copy()
+        other[at] ^= 1 << rng.randrange(8)
+        assert not _holds_the_same(one, other)
+        assert not _holds_the_same(other, one)
 
 
 @pytest.mark.parametrize("how", ["link", "fifo", "gone", "short", "folder", "no_manifest"])
