@@ -267,16 +267,24 @@ class AppendLog:
     # What follows runs in the thread that writes.
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            with self._turn:
-                self._fresh, fresh = [], self._fresh
-                urgent = self._urgent > self._done
-            if not self._group and fresh:
+        while True:
+            try:
+                if not self._wait_for_work():
+                    return
+                self._take_turn()
+            except MemoryError:  # what was added is held, and there may be some memory soon
+                time.sleep(_FIRST_RETRY_S)
+
+    def _take_turn(self) -> None:
+        with self._turn:
+            if not self._group and self._fresh:
                 self._since = time.monotonic()
-            self._group += fresh
-            due = urgent or self._waited_s() >= self.pace.sync_s or self._waiting >= self.pace.group_nbytes
-            with waiting_for(f"the disk of {self.folder}, with rollouts of {self.owner}"):
-                self._put_somewhere(due)
+            self._group += self._fresh
+            self._fresh.clear()
+            urgent = self._urgent > self._done
+        due = urgent or self._waited_s() >= self.pace.sync_s or self._waiting >= self.pace.group_nbytes
+        with waiting_for(f"the disk of {self.folder}, with rollouts of {self.owner}"):
+            self._put_somewhere(due)
 
     def _wait_for_work(self) -> bool:
         """Wait until something is to be done; whether there will ever be."""

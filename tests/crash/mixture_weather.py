@@ -62,26 +62,29 @@ class Rank:
     """What one rank trains; everything random follows from the same seed."""
 
     def __post_init__(self) -> None:
+        self.frozen = Trainer(MODEL, Parallel(ep=WORLD, dp=WORLD), Training(optimizer="none", seed=7))  # so is this one
+        self.frozen.evaluate()  # a first pass makes the router's bias fp32, as a first save does
         self.trainer = Trainer(MODEL, Parallel(ep=WORLD, dp=WORLD), Training())
         seed_everything(1234)
         self.reference = torch.nn.Linear(300, 300)  # frozen: it is linked
         self.state = RlhfState(algorithm="grpo", extra={"loss": 0.0})
         self.sampler = PromptSampler(50, seed=3, batch_size=4)
-        self.engine = engine_of(self.trainer)
+        self.engine, self.still = engine_of(self.trainer), engine_of(self.frozen)
 
     def manager(self, root: Path, options: ManagerOptions) -> CheckpointManager:
-        roles = {"actor": self.engine, "reference": TorchEngine(self.reference)}
+        roles = {"actor": self.engine, "reference": TorchEngine(self.reference), "frozen": self.still}
         return CheckpointManager(root, roles, data=self.sampler, state=self.state, options=options)
 
     def load(self, manager: CheckpointManager) -> None:
         if (found := manager.load("auto")) is not None:
             self.trainer.iteration = self.trainer.loaded_iteration = self.engine.loaded_iteration
             self.trainer.consumed_train_samples = 4 * self.trainer.iteration
-            assert found.step == self.state.iteration == self.trainer.iteration
+            assert found.step == self.state.iteration == self.trainer.iteration == self.still.loaded_iteration
 
     def step(self) -> None:
         batch = self.sampler.next_batch()
         self.state.extra["loss"] = self.trainer.train_step() + random.random() + float(np.random.random())
+        self.frozen.consumed_train_samples += 4
         self.state.iteration += 1
         self.sampler.acknowledge_all(batch)
 
@@ -94,7 +97,7 @@ class Rank:
         return told.hexdigest()
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        for module in [*self.trainer.chunks, self.reference]:
+        for module in [*self.trainer.chunks, *self.frozen.chunks, self.reference]:
             yield from [*module.parameters(), *(one for _, one in module.named_buffers() if one.numel())]
         for member in self.trainer.optimizer.chained_optimizers:  # type: ignore[union-attr]
             for group in member.optimizer.param_groups:

@@ -336,3 +336,26 @@ def test_mistakes(tmp_path: Path) -> None:
         Pace(sync_s=-1)
     with pytest.raises(UsageError, match="on_error"):
         AppendLog(tmp_path, "w", b"h", QUICK, "ignore")  # type: ignore[arg-type]
+
+
+class Scarce(list[bytes]):
+    """A list that finds no memory to grow, some times."""
+
+    times = 3
+
+    def __iadd__(self, more: object) -> Scarce:  # type: ignore[misc, override]
+        if self.times:
+            self.times -= 1
+            raise MemoryError
+        return super().__iadd__(more)  # type: ignore[arg-type, return-value]
+
+
+def test_a_writer_that_finds_no_memory_holds_what_was_added(tmp_path: Path) -> None:
+    log = AppendLog(tmp_path, "w", b"h", QUICK)
+    log._group = Scarce()
+    added = [b"%d" % at for at in range(50)]
+    for record in added:
+        assert log.add(record)
+    log.flush(10)
+    log.close()
+    assert (records(tmp_path), log.counts.safe) == (added, 50)
