@@ -296,10 +296,13 @@ def open_to_append(path: Path) -> int:
 
 def _opened(path: Path, flags: int) -> int:
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return fd
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def append(path: Path, data: bytes) -> None:

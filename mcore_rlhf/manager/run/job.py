@@ -32,6 +32,8 @@ from .world import World
 from .write import Earlier, RankWriter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_AWAKE_S = 0.05
+"""How often a save that waits for its next attempt says that it is alive."""
 _HERE = "here-"
 """What a rank's note is called that has come to a further attempt; the rank's name follows."""
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -117,6 +119,8 @@ class SaveJob:
                     raise error
                 attempt += 1
                 self._pause(error, attempt)
+                if self.progress.given_up:
+                    raise error
             try:
                 if self._begun(first, attempt):
                     self._run()
@@ -130,9 +134,9 @@ class SaveJob:
         text = f"{in_a_line(error)}; tried again in {pause:g} s ({attempt} of {self.retries})"
         self.reporter.say("retry", self.transaction.step, text, attempt=attempt)
         end = time.monotonic() + pause
-        while (left := end - time.monotonic()) > 0:
+        while (left := end - time.monotonic()) > 0 and not self.progress.given_up:
             self.progress.moved()
-            time.sleep(min(left, _FIRST_PAUSE_S))
+            time.sleep(min(left, _AWAKE_S))
 
     def _begun(self, first: Transaction, attempt: int) -> bool:
         """Open the transaction of an attempt, or see it opened; False where the one before was committed after all."""

@@ -56,7 +56,7 @@ class RootLock:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._fd, self._about, self.doubt = -1, b"", ""
+        self._fd, self._about, self.doubt, self._ended = -1, b"", "", False
         self._take()
         os.register_at_fork(after_in_child=_letting_go(self))
 
@@ -64,17 +64,25 @@ class RootLock:
         """Take it again where the file is gone, which others would make anew: somebody removed the root under this run.
 
         Raises:
-            StorageError: Another run has it meanwhile, or the root cannot be made.
+            StorageError: Another run has it meanwhile, or the root cannot be made; or it was released: a save that hung comes late.
         """
         path = self._root / LOCK
         if self._fd >= 0 and self._is_at(path):
             return self._refuse_who_came_later()
-        self.release()
+        self._let_go()
+        self._refuse_if_ended()
         try:
             make_folder(self._root)
         except OSError as error:
             raise storage_error(error, self._root, "create") from error
-        return self._take()
+        self._take()
+        return self._refuse_if_ended()
+
+    def _refuse_if_ended(self) -> None:
+        """Whoever releases it meanwhile sees what was taken, or is seen here."""
+        if self._ended:
+            self._let_go()
+            raise StorageError(f"{self._root}: whoever saved here is closed, and saves nothing more")
 
     def _is_at(self, path: Path) -> bool:
         """Whether the file that is held lies there.
@@ -102,7 +110,7 @@ class RootLock:
             self._refuse(_owner(self._fd))
         except OSError as error:
             if error.errno not in _NO_LOCKS:
-                self.release()
+                self._let_go()
                 raise storage_error(error, path, "lock") from error
             self._look_around()
         self._about = _about_me()
@@ -134,7 +142,11 @@ class RootLock:
             self._refuse(_named(found))
 
     def release(self) -> None:
-        """Let go. The file stays: removing it would let two others hold one each."""
+        """Let go for good. The file stays: removing it would let two others hold one each."""
+        self._ended = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         fd, self._fd = self._fd, -1  # before it is closed: that may fail, and then the number is another's
         if fd >= 0:
             with suppress(OSError):

@@ -223,6 +223,24 @@ def test_retries_are_counted_and_said(tmp_path: Path, disk: threading.Event) -> 
     assert [int(event.values["attempt"]) for event in heard if event.kind == "retry"] == [1, 2]
 
 
+def test_a_save_that_waits_for_its_next_attempt_does_not_stand_still(
+    tmp_path: Path, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    def hear(event: Event) -> None:
+        heard.append(event.kind)
+        if event.kind == "retry":
+            disk.clear()
+
+    monkeypatch.setattr(job, "_FIRST_PAUSE_S", 1.5)
+    disk.set()
+    with manager(tmp_path, save_retries=1, save_timeout=1.0, on_event=hear) as run:
+        run.save(1)
+    assert "failed" not in heard
+    assert [step.step for step in steps.committed(tmp_path)] == [1]
+
+
 def test_one_that_stands_still_does_not_keep_a_process_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, real, heard = threading.Event(), os.pwrite, list[Event]()
 

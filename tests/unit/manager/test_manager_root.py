@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, Unreadable, Unsupported, UsageError
+from mcore_rlhf.manager.run import root as locking
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.manager import CheckpointManager, ManagerOptions
 from mcore_rlhf.manager.run.retention import KeepLast, Retention
@@ -149,6 +150,43 @@ def test_a_lock_that_the_disk_fails_at_is_not_one_that_it_has_not(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(StorageError, match="cannot lock: Input/output error"):
+        RootLock(tmp_path)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_save_that_hung_takes_no_root_of_a_manager_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """It may come to the lock when that was released, or be at it just then."""
+    lock, real = RootLock(tmp_path), locking.open_to_lock
+    (tmp_path / LOCK).unlink()  # as by somebody who removed the root
+
+    def opened(path: Path) -> int:
+        fd = real(path)
+        lock.release()
+        return fd
+
+    if late:
+        monkeypatch.setattr(locking, "open_to_lock", opened)
+    else:
+        lock.release()
+    with pytest.raises(StorageError, match="is closed, and saves nothing more"):
+        lock.hold()
+    monkeypatch.undo()
+    RootLock(tmp_path).release()  # nobody has it
+
+
+def test_a_lock_that_the_disk_failed_at_is_taken_at_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = RootLock(tmp_path)
+    (tmp_path / LOCK).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", lambda fd, how: os.fstat(-1))
+        with pytest.raises(StorageError, match="cannot lock"):
+            lock.hold()
+    lock.hold()
+    with pytest.raises(StorageError, match="another run saves here"):
         RootLock(tmp_path)
 
 
