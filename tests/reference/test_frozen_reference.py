@@ -16,7 +16,9 @@ from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.reference import frozen_jobs as jobs
 from tests.reference import releases
@@ -102,6 +104,14 @@ def test_megatrons_own_loader_takes_it(saved: Saved) -> None:
     assert [one.draws for one in loaded] == [one.draws for one in again]
     assert len({tuple(one.draws[:4]) for one in loaded}) == 1, "the default states of a start are one"
     assert loaded[0].draws[4:] != loaded[1].draws[4:], "those within a tensor-parallel rank are not"
+
+
+def test_will_resume_says_what_megatron_lm_makes_of_it(saved: Saved) -> None:
+    found = forecast(saved.step(2) / REFERENCE, loader_named("megatron-lm")[0], Settings())
+    told = {one.thing: one.row.outcome for one in found.roles[""]}
+    anew = {Thing.COUNTERS, Thing.RNG, Thing.DATA}
+    assert told[Thing.WEIGHTS] is Outcome.RESTORED
+    assert {told[thing] for thing in anew} == {Outcome.ANEW}
 
 
 def test_it_is_read_as_of_its_step_wherever_it_lies(saved: Saved, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
+from mcore_rlhf.families.megatron.state import TIMELESS
 from mcore_rlhf.trainers.conditions import (
     OTHER_CLASS,
     asked,
@@ -292,6 +293,8 @@ ROWS = rows_of(
     Habit((Thing.WEIGHTS,), _RESTORED, "model", "load_checkpoint", ran=True),
     Habit((*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "a release has weights alone: iteration 0", "load_checkpoint",
         lambda seen: seen.held.release),
+    Habit((Thing.COUNTERS, Thing.RNG), _ANEW, "a frozen model's file, the same at every step: iteration 0, and random states of a start",
+        "load_checkpoint", lambda seen: any(TIMELESS in seen.keys(name) for name in seen.matching(_MODEL)), True),
     Habit((*WITH_OPTIMIZER, Thing.COUNTERS, Thing.RNG, Thing.DATA), _ANEW, "{key}: weights alone are loaded, at iteration 0",
         "load_checkpoint", asked("finetune"), True),
     Habit(WITH_OPTIMIZER, _ANEW, "{key}: masters are made of the model's weights; the scheduler is not loaded either", "load_checkpoint",
