@@ -306,11 +306,7 @@ def _opened(path: Path, flags: int) -> int:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to a file, made where there is none; what is no regular file is left alone.
-
-    Raises:
-        OSError: It cannot be written, or is a link.
-    """
+    """Add to a file, made where there is none; what is no regular file is left alone. See :func:`open_to_append`."""
     with _closing(open_to_append(path)) as fd:
         write_all(fd, data)
 
