@@ -14,6 +14,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.demo import versions
 from mcore_rlhf.demo.configs import Parallel
 from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.families.megatron.state import TIMELESS, of_its_step
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import forecast, loader_named
@@ -135,6 +136,13 @@ def test_it_is_read_as_of_its_step_wherever_it_lies(saved: Saved, tmp_path: Path
     (tmp_path / "actor/latest_checkpointed_iteration.txt").write_text("9")
     with pytest.raises(LayoutMismatch, match="the folder is of iteration 9"):
         open_checkpoint(tmp_path / "actor", ReadOptions())
+
+
+@pytest.mark.parametrize("more", [{"optimizer": {}}, {TIMELESS: 1}, {TIMELESS: "True"}])
+def test_what_says_so_and_is_trained_has_its_own_iteration(more: dict[str, Any]) -> None:
+    top = {"iteration": 7, "model": {}, TIMELESS: True}
+    assert of_its_step(top) == {"model": {}}
+    assert of_its_step({**top, **more}) == {**top, **more}
 
 
 @pytest.mark.slow

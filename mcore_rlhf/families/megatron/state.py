@@ -76,8 +76,8 @@ def timeless(top: Mapping[str, object], rng: Sequence[object]) -> dict[str, obje
 
 
 def is_timeless(top: Mapping[str, object]) -> bool:
-    """Whether a model file is the same at every step, as :func:`timeless` made it."""
-    return top.get(TIMELESS) is True
+    """Whether a model file is the same at every step, as :func:`timeless` made it; what has an optimizer never is."""
+    return top.get(TIMELESS) is True and "optimizer" not in top
 
 
 def of_its_step(top: Mapping[str, object]) -> Mapping[str, object]:
