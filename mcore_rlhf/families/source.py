@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
@@ -42,6 +42,10 @@ class ParamGroup:
     expert: bool = False
     params: tuple[str, ...] = ()
     scalars: tuple[str, ...] = ()
+
+
+ITERATION: Rule[Values] = Rule(Fate.NOTE, "iteration {at}: {how}", dict)
+"""Where the number is from, of a run whose files do not say it."""
 
 
 def note_frozen(names: Sequence[str], notes: Report) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
 from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
@@ -27,6 +27,23 @@ from .torchtitan import of_torchtitan, with_other_names
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
 _TRAIN_STATE = "train_state"
+_HAS = "as the run that goes on has it"
+
+_OF_RUN: Rule[str] = Rule(
+    Fate.NOTE, "keys, param groups and settings of the optimizer: those of the run that goes on, as in {found}", str
+)
+_OF_GROUPS: tuple[Rule[Mapping[tuple[str, str, str], int]], ...] = (
+    Rule(Fate.CHANGED, "{key} of {count} parameters: {ours} → {theirs}, as the run has it",
+         lambda changed: [{"key": key, "count": count, "ours": ours, "theirs": theirs, "of": [Item(Kind.GROUP, key)]}
+                          for (key, ours, theirs), count in changed.items()]),
+    Rule(Fate.DERIVED, _HAS, of=[Item(Kind.GROUP)], told=False),
+)  # fmt: skip
+"""Of how many parameters each setting changes, from what to what."""
+_SCHEDULE: Rule[str] = Rule(Fate.DERIVED, "lr_scheduler: {found}", str, [Item(Kind.SCHEDULER)])
+_LAMBDAS: Rule[object] = Rule(Fate.DERIVED, _HAS, of=[Item(Kind.SCHEDULER, LAMBDAS)], told=False)
+_KEPT_BY_RUN: Rule[Mapping[str, str]] = Rule(
+    Fate.DERIVED, "{key}: {how}", lambda said: [{"key": key, "how": how} for key, how in said.items()]
+)
 
 
 def with_experts_of(like: Source, source: Source, config: Mapping[str, object]) -> Source:
@@ -97,9 +114,7 @@ def as_run(source: Source, like: Source, config: Mapping[str, object]) -> Source
         source = with_other_names(source, dict(config), theirs)
     _check_same_model(source, like)
     notes = source.notes.copy()
-    notes.add(
-        Fate.NOTE, f"keys, param groups and settings of the optimizer: those of the run that goes on, as in {like.root}"
-    )
+    notes.through([_OF_RUN], str(like.root))
     source = _in_groups_of_run(source, like, notes)
     state = replace(source.state, other=_other(source, like, notes))
     return replace(source, state=state, family=replace(ModuleState.needed(source).base(), laid_out=laid_out))
@@ -169,10 +184,7 @@ def _groups(source: Source, run: tuple[ParamGroup, ...], whose: str, notes: Repo
         if not reached and group.params:
             problems.add(Unsupported, f"{source.root}: nothing says how far param group {number} of {whose} is trained")
     problems.raise_if_any()
-    for (key, ours, theirs), count in changed.items():
-        text = f"{key} of {count} parameters: {ours} → {theirs}, as the run has it"
-        notes.add(Fate.CHANGED, text, Item(Kind.GROUP, key))
-    notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.GROUP))
+    notes.through(_OF_GROUPS, changed)
     return tuple(made)
 
 
@@ -202,7 +214,7 @@ def _scheduler(source: Source, like: Source, groups: tuple[ParamGroup, ...], not
     else:
         where = f"last_epoch {at * times}, with the learning rates of the param groups"
         made = schedule_at(run, at * times, rates if len(rates) == count or PARTS in run else rates[:1] * count)
-    notes.add(Fate.DERIVED, f"lr_scheduler: the run's, at {where}", Item(Kind.SCHEDULER))
+    notes.through([_SCHEDULE], f"the run's, at {where}")
     return made
 
 
@@ -211,13 +223,14 @@ def _in_groups(own: dict[str, object], run: Mapping[str, object], count: int, no
     lambdas, theirs = own.get(LAMBDAS), run.get(LAMBDAS)
     if isinstance(lambdas, list) and isinstance(theirs, list) and not any(lambdas):
         own = {**own, LAMBDAS: theirs[:1] * len(lambdas)}  # functions have no state: None, or {}, as the run has it
-        notes.settle(Fate.DERIVED, "as the run that goes on has it", Item(Kind.SCHEDULER, LAMBDAS))
+        notes.through([_LAMBDAS], None)
     had = own.get(BASE_LRS)
     if (
         isinstance(had, list) and len(had) != count and all(rate == had[0] for rate in had)
     ):  # dealt otherwise on the way
-        text = f"lr_scheduler: its learning rates of {len(had)} param groups, all the same, become those of {count}"
-        notes.add(Fate.DERIVED, text, Item(Kind.SCHEDULER))
+        notes.through(
+            [_SCHEDULE], f"its learning rates of {len(had)} param groups, all the same, become those of {count}"
+        )
         fitting = {key: value[:1] * count for key, value in own.items() if key in PER_GROUP and isinstance(value, list)}
         return {**own, **fitting}
     return own
@@ -252,7 +265,7 @@ def schedule_at(state: Mapping[str, object], at: int, rates: list[object]) -> di
 
 def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
     """Counters, data and all else that the run keeps."""
-    own = dict(source.state.other)
+    own, said = dict(source.state.other), dict[str, str]()
     for key, value in like.state.other.items():
         if key == VERSION:
             own[key] = value
@@ -262,6 +275,6 @@ def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
                 rest = ", ".join(sorted(name for name in value if name != "step"))
                 value = {**value, "step": source.state.iteration}
                 how = f"step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}"
-            own[key] = value
-            notes.add(Fate.DERIVED, f"{key}: {how}")
+            own[key], said[key] = value, how
+    notes.through([_KEPT_BY_RUN], said)
     return own

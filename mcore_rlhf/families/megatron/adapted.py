@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.core.facts import Fate, Rule, Values
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import SCHEDULE, random_files
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -80,18 +79,19 @@ class BesideIteration:
         ranks = (n for n, other in parallel.ranks() if (other.tp_rank, other.pp_rank) == (at.tp_rank, at.pp_rank))
         return {RNG: [self.random[rank] for rank in ranks]}
 
-    def note_gaps(self, parallel: ParallelConfig, notes: Report) -> None:
-        """Say which ranks have no random states: ROLL goes on with others there, and says so in its log alone.
 
-        Args:
-            parallel: The run's degrees.
-            notes: Told.
-        """
-        gone = [rank for rank in range(parallel.world_size) if rank not in self.random]
-        more = len(self.random) - parallel.world_size + len(gone)
-        if gone and self.random:
-            notes.add(Fate.LOST, f"RNG states: rank {gone[0]} has no file of them, and those of all ranks are derived")
-        elif more:
-            notes.add(
-                Fate.LOST, f"RNG states: of {len(self.random)} ranks, and the run has {parallel.world_size}: derived"
-            )
+def _gap(asked: tuple[BesideIteration, int]) -> list[int]:
+    around, world = asked
+    return [rank for rank in range(world) if around.random and rank not in around.random][:1]
+
+
+def _surplus(asked: tuple[BesideIteration, int]) -> Values | None:
+    around, world = asked
+    return None if _gap(asked) or len(around.random) <= world else {"has": len(around.random), "world": world}
+
+
+GAPS: tuple[Rule[tuple[BesideIteration, int]], ...] = (
+    Rule(Fate.LOST, "RNG states: rank {found} has no file of them, and those of all ranks are derived", _gap),
+    Rule(Fate.LOST, "RNG states: of {has} ranks, and the run has {world}: derived", _surplus),
+)
+"""Of the run's number of ranks: who has no random states. ROLL goes on with others there, and says so in its log alone."""

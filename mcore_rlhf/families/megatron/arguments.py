@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import DType, Shape, dtype_of
-from mcore_rlhf.core.facts import Fate
-from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems
+from mcore_rlhf.core.facts import Fate, Rule, Values
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks
 from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern, since_0_19
 from mcore_rlhf.models.meaning.bounds import check_sizes
 from mcore_rlhf.models.megatron import EMBEDDING, layer_of, second_matrix
 from mcore_rlhf.models.spec import ModelSpec
-
-from .folders import file_ranks, numbers_in
 
 DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
 """Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, one of which each has whole parameters."""
@@ -331,56 +328,7 @@ def _optimizer_arguments(old: Mapping[str, object], optimizer: str, ckpt_format:
     return new
 
 
-def check_folders(args: Arguments, args_file: str, folders: Sequence[str], notes: Report) -> ParallelConfig:
-    """The degrees that the arguments give, checked against the rank folders that are there.
-
-    Raises:
-        Incomplete: Folders are missing.
-        LayoutMismatch: There are more folders than the arguments know, or other ones.
-    """
-    parallel = args.parallel() if args.values else _from_names(folders)
-    if not args.values:
-        notes.add(Fate.NOTE, f"{args_file} stores no args; the folder names are read as {parallel}")
-    expected = {at.folder for at in file_ranks(parallel)}
-    missing, extra = sorted(expected - set(folders)), sorted(set(folders) - expected)
-    where = f"args in {args_file} say {parallel}, which is {len(expected)} rank folders"
-    problems = Problems()
-    if missing and extra:
-        problems.add(
-            LayoutMismatch,
-            f"{where} ({_some(sorted(expected))}); found {len(folders)} ({_some(folders)})",
-            "The files are of another layout than their args, or files of two checkpoints are mixed.",
-        )
-    elif missing:
-        problems.add(
-            Incomplete, f"{where}; missing: {_some(missing)}", "Copy the missing folders from the run's storage."
-        )
-    elif extra:
-        problems.add(
-            LayoutMismatch,
-            f"{where}; not expected: {_some(extra)}",
-            "Move them away if they are left over from another run.",
-        )
-    problems.raise_if_any()
-    if parallel.ep > 1 and parallel.pp == 1:
-        text = f"{folders[-1]}: its last number is an expert-parallel rank, not a pipeline stage, as args say"
-        notes.add(Fate.NOTE, text)
-    return parallel
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f", … ({len(names)})" if len(names) > 6 else "")
-
-
-def _from_names(folders: Sequence[str]) -> ParallelConfig:
-    """Degrees from folder names alone: two numbers are read as tensor and pipeline ranks."""
-    numbers = [numbers_in(folder) for folder in folders]
-    width = max(map(len, numbers))
-    if width > 2:
-        raise LayoutMismatch("the files store no args, and three numbers in folder names need them to be understood")
-    tp = 1 + max(parts[0] for parts in numbers)
-    pp = 1 + max(parts[1] for parts in numbers) if width == 2 else 1
-    return ParallelConfig(tp=tp, pp=pp, etp=tp)
+NO_ARGUMENTS: Rule[Values] = Rule(Fate.NOTE, "{file} stores no args; {instead}", dict)
 
 
 def check_against_arguments(

@@ -215,6 +215,8 @@ def of_opaque(names: Collection[str]) -> Values | None:
     return {"count": len(names), "names": names_of(names), "of": [*map(opaque_item, names)]} if names else None
 
 
+UNKNOWN: Rule[Values] = Rule(Fate.NOTE, "{name} is in no table; it is {how}", dict)
+"""Of a parameter: how it is taken to be cut, by what the files show."""
 NO_RNG = "RNG states: Megatron's belong to its ranks, and formats under module names store none"
 
 
@@ -224,11 +226,12 @@ def scheduler_in(top: Mapping[str, object], notes: Report) -> Mapping[str, objec
     return state_dict_of(top.get(key), key, notes)
 
 
-def note_scheduler(optimizer: str | None, scheduler: object, notes: Report) -> None:
-    """Say where a run with an optimizer has no scheduler."""
-    if optimizer is not None and scheduler is None:
-        text = "there is an optimizer, but no scheduler state, without which Megatron-LM loads no optimizer"
-        notes.add(Fate.NOTE, text)
+UNSCHEDULED: Rule[tuple[str | None, object]] = Rule(
+    Fate.NOTE,
+    "there is an optimizer, but no scheduler state, without which Megatron-LM loads no optimizer",
+    lambda asked: asked[0] is not None and asked[1] is None,
+)
+"""Of a run's optimizer and scheduler."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate, same
+from mcore_rlhf.core.facts import Fate, Rule, Values, same
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import completed, torch_class
@@ -19,6 +19,10 @@ from .manner import Manner
 
 _OF_RUN = ("foreach", "fused", "capturable", "differentiable")
 """What changes no value, and is the run's own. Source: torch 2.13.0, ``optim/adam.py`` (``Adam``)."""
+
+_DEALT: Rule[Values] = Rule(
+    Fate.CHANGED, f"param groups: {{had}} become {{has}}, {{how}}; the source's own wait in {STATE}", dict
+)
 
 
 def as_run_has(source: Source, manner: Manner, report: Report) -> tuple[ParamGroup, ...]:
@@ -70,9 +74,8 @@ def _dealt(
         apart += [name for name in names if name in trained and name not in most.params]
         made.append(_with(replace(most, params=tuple(names)), fields))
     if apart or len(made) != len(groups):
-        text = f"param groups: {len(groups)} become {len(made)}, as the run has them"
         more = f"; {apart[0]} gets the settings of the others in its group" if apart else ""
-        report.add(Fate.CHANGED, f"{text}{more}; the source's own wait in {STATE}")
+        report.through([_DEALT], {"had": len(groups), "has": len(made), "how": f"as the run has them{more}"})
     return tuple(made)
 
 
@@ -104,9 +107,8 @@ def _merged(source: Source, report: Report) -> ParamGroup:
     chosen = completed(first.fields, ())
     apart = {key: [of.get(key) for of in seen if not same(of.get(key), chosen.get(key))] for key in keys}
     others = [f"{key} {chosen.get(key)!r}, not {values[0]!r}" for key, values in apart.items() if values]
-    text = f"param groups: {len(groups)} become one, as verl's optimizer has them"
     more = f", with the settings of the largest: {'; '.join(others)}" if others else "; all are alike"
-    report.add(Fate.CHANGED, f"{text}{more}; the source's own wait in {STATE}")
+    report.through([_DEALT], {"had": len(groups), "has": "one", "how": f"as verl's optimizer has them{more}"})
     return replace(first, params=tuple(name for group in groups for name in group.params), expert=False)
 
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import Any, ClassVar
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
+from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.families.fsdp.state import RNG, random_states
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source
@@ -51,6 +51,14 @@ class RanksState(ModuleState):
         return {**ModuleState.inventory(self), **others}
 
 
+_ITEMS = (Item(Kind.RNG),)
+_LEFT_OUT: Rule[object] = Rule(
+    Fate.LOST, "rng: left out, as --rng drop asks; verl goes on with what a new run has", of=_ITEMS
+)
+_KEPT: Rule[object] = Rule(Fate.KEPT, "rng: of every rank its own", of=_ITEMS)
+_DERIVED: Rule[Values] = Rule(Fate.DERIVED, "rng: of every rank its own, derived from {first}{more}", dict, _ITEMS)
+
+
 def keeps_states(source: Source, world: int, wanted: str | None) -> bool:
     """Whether every rank of a target keeps its own random states; arguments as for :func:`states_of_ranks`."""
     own = RanksState.of(source)
@@ -69,21 +77,17 @@ def states_of_ranks(source: Source, world: int, wanted: str | None, report: Repo
     own = RanksState.of(source)
     saved = () if own is None else own.random
     if wanted == "drop":
-        report.add(Fate.LOST, "rng: left out, as --rng drop asks; verl goes on with what a new run has", *_ITEMS)
+        report.through([_LEFT_OUT], None)
         return [None] * world
     if keeps_states(source, world, wanted):
-        report.add(Fate.KEPT, "rng: of every rank its own", *_ITEMS)
+        report.through([_KEPT], None)
         return list(saved)
     first = saved[0] if saved else source.state.other.get(RNG)
-    text = f"rng: of every rank its own, derived from {'that of rank 0' if first else f'iteration {source.state.iteration}'}"
-    if wanted == "keep":
-        text += f"; --rng keep keeps those of {world} ranks, and the source has those of {len(saved) or 'none'}"
-    report.add(Fate.DERIVED, text, *_ITEMS)
+    lacking = f"; --rng keep keeps those of {world} ranks, and the source has those of {len(saved) or 'none'}"
+    of = "that of rank 0" if first else f"iteration {source.state.iteration}"
+    report.through([_DERIVED], {"first": of, "more": lacking if wanted == "keep" else ""})
     known = sha256(_plain(first) + f"/{source.state.iteration}".encode()).digest()
     return [random_states(sha256(known + f"/{rank}".encode()).digest()) for rank in range(world)]
-
-
-_ITEMS = (Item(Kind.RNG),)
 
 
 def _plain(value: Any) -> bytes:

@@ -21,7 +21,7 @@ from mcore_rlhf.families.module import ModuleState, scaler_of
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import Sidecar
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
+from mcore_rlhf.families.source import ITERATION, ParamGroup, Source, TrainingState
 from mcore_rlhf.families.trainer_counters import COUNTERS, STEP, read_counters
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format
@@ -224,7 +224,7 @@ class _RunReader:
             found, where = kept.state.iteration, "as what it was converted from had it"
         else:
             found, where = 0, "nothing says how many steps were made"
-        self.notes.add(Fate.NOTE, f"iteration {found}: {where}")
+        self.notes.through([ITERATION], {"at": found, "how": where})
         return found
 
     def _sidecar(self) -> Sidecar | None:

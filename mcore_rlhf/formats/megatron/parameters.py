@@ -11,12 +11,12 @@ from functools import partial
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, PARAM, Shape, TensorName
-from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.core.facts import Fate, Rule, Values
 from mcore_rlhf.core.rows import Rows, Strip, Tensor
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
 from mcore_rlhf.families.megatron.folders import FileRank
-from mcore_rlhf.families.megatron.state import MegatronTensors
+from mcore_rlhf.families.megatron.state import UNKNOWN, MegatronTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import LocalLayout, global_shape_of, local_layout
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, Traits, is_buffer, is_routed_expert, partition_of
@@ -30,6 +30,12 @@ _OUT_NORM = re.compile(r"\.self_attention\.out_norm\.weight$")
 copies drift apart. Source: megatron-core 0.19.2, ``ssm/gated_delta_net/common.py``; seen in checkpoints that it wrote."""
 
 _OWN_COPIES = Partition(0, own_copies=True)
+_DIFFER: Rule[Values] = Rule(
+    Fate.NOTE,
+    "{name}: the copies of the {tp} tensor-parallel ranks differ, as Megatron trains them without sequence parallelism; each is kept as "
+    "its rank's own",
+    dict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +176,7 @@ class PartitionFinder:
         if "_down_proj." in name:
             return self._latent(name, shape, partition)
         if _OUT_NORM.search(name) and not self.args.flag("sequence_parallel") and not self._all_equal(holders):
-            self.notes.add(
-                Fate.NOTE,
-                f"{name}: the copies of the {self.parallel.tp} tensor-parallel ranks differ, as Megatron trains them without sequence "
-                "parallelism; each is kept as its rank's own",
-            )
+            self.notes.through([_DIFFER], {"name": name, "tp": self.parallel.tp})
             return _OWN_COPIES
         return partition
 
@@ -208,7 +210,7 @@ class PartitionFinder:
             raise LayoutMismatch(
                 f"{name}: unknown parameter, and its {len(by_rank)} tensor-parallel copies differ\n{_ADVICE}"
             )
-        self.notes.add(Fate.NOTE, f"{name} is in no table; it is replicated, since all {len(by_rank)} copies are equal")
+        self.notes.through([UNKNOWN], {"name": name, "how": f"replicated, since all {len(by_rank)} copies are equal"})
         return REPLICATED
 
     def _all_equal(self, holders: list[Holder]) -> bool:

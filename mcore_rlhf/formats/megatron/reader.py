@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate, Item, Kind, same
+from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
-from mcore_rlhf.families.megatron.adapted import BesideIteration
+from mcore_rlhf.families.megatron.adapted import GAPS, BesideIteration
 from mcore_rlhf.families.megatron.arguments import (
     DISTRIBUTED,
     LAYER_WISE,
+    NO_ARGUMENTS,
     Arguments,
     check_against_arguments,
-    check_folders,
     stored_arguments,
 )
-from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, rank_folders
+from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, numbers_in, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.run_config import arguments_beside
@@ -35,14 +35,14 @@ from mcore_rlhf.families.megatron.state import (
     PER_RANK_KEYS,
     RNG_KEYS,
     SCHEDULER_KEYS,
+    UNSCHEDULED,
     MegatronState,
     is_timeless,
-    note_scheduler,
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step
-from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, note_frozen
+from mcore_rlhf.families.source import ITERATION, ParamGroup, Source, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
@@ -93,10 +93,12 @@ class OpenedRun:
         files = RankFiles(located, options.stubs, options.optimizer)
         args_file, values = files.first_arguments(folders)
         if not values and (beside := arguments_beside(located.folder))[1]:
+            notes.through(
+                [NO_ARGUMENTS], {"file": args_file, "instead": f"they are those of {beside[0]} beside the ranks"}
+            )
             args_file, values = beside
-            notes.add(Fate.NOTE, f"the ranks' files store no args; they are those of {args_file} beside them")
         args = Arguments(values, f"args in {args_file}")
-        parallel = check_folders(args, args_file, folders, notes)
+        parallel = _check_folders(args, args_file, folders, notes)
         shards = files.shards(file_ranks(parallel))
         check_ranks(shards, located, notes)
         _check_virtual_parts(shards, parallel)
@@ -105,7 +107,7 @@ class OpenedRun:
         around = BesideIteration()
         if adapted_step(located.folder) is not None:
             around = BesideIteration.of(located.root, options)
-            around.note_gaps(parallel, notes)
+            notes.through(GAPS, (around, parallel.world_size))
             for shard in shards:
                 shard.top = {**shard.top, **around.top, **around.of_rank(parallel, shard.at)}
         return cls(located, args, args_file, parallel, shards, _model_chunks(shards, parallel, num_layers), around)
@@ -114,6 +116,62 @@ class OpenedRun:
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return sum(chunk.num_layers for chunk in self.chunks)
+
+
+_OF_EXPERTS: Rule[str] = Rule(
+    Fate.NOTE, "{found}: its last number is an expert-parallel rank, not a pipeline stage, as args say", str
+)
+
+
+def _check_folders(args: Arguments, args_file: str, folders: Sequence[str], notes: Report) -> ParallelConfig:
+    """The degrees that the arguments give, checked against the rank folders that are there.
+
+    Raises:
+        Incomplete: Folders are missing.
+        LayoutMismatch: There are more folders than the arguments know, or other ones.
+    """
+    parallel = args.parallel() if args.values else _from_names(folders)
+    if not args.values:
+        notes.through([NO_ARGUMENTS], {"file": args_file, "instead": f"the folder names are read as {parallel}"})
+    expected = {at.folder for at in file_ranks(parallel)}
+    missing, extra = sorted(expected - set(folders)), sorted(set(folders) - expected)
+    where = f"args in {args_file} say {parallel}, which is {len(expected)} rank folders"
+    problems = Problems()
+    if missing and extra:
+        problems.add(
+            LayoutMismatch,
+            f"{where} ({_some(sorted(expected))}); found {len(folders)} ({_some(folders)})",
+            "The files are of another layout than their args, or files of two checkpoints are mixed.",
+        )
+    elif missing:
+        problems.add(
+            Incomplete, f"{where}; missing: {_some(missing)}", "Copy the missing folders from the run's storage."
+        )
+    elif extra:
+        problems.add(
+            LayoutMismatch,
+            f"{where}; not expected: {_some(extra)}",
+            "Move them away if they are left over from another run.",
+        )
+    problems.raise_if_any()
+    if parallel.ep > 1 and parallel.pp == 1:
+        notes.through([_OF_EXPERTS], folders[-1])
+    return parallel
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f", … ({len(names)})" if len(names) > 6 else "")
+
+
+def _from_names(folders: Sequence[str]) -> ParallelConfig:
+    """Degrees from folder names alone: two numbers are read as tensor and pipeline ranks."""
+    numbers = [numbers_in(folder) for folder in folders]
+    width = max(map(len, numbers))
+    if width > 2:
+        raise LayoutMismatch("the files store no args, and three numbers in folder names need them to be understood")
+    tp = 1 + max(parts[0] for parts in numbers)
+    pp = 1 + max(parts[1] for parts in numbers) if width == 2 else 1
+    return ParallelConfig(tp=tp, pp=pp, etp=tp)
 
 
 def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
@@ -142,7 +200,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     state = training_state(run.shards, run.located, optimizer.groups, notes)
     if adapted_step(located.folder) is not None:
         state = _as_adapted(state, run, notes)
-    note_scheduler(optimizer.kind, state.scheduler, notes)
+    notes.through([UNSCHEDULED], (optimizer.kind, state.scheduler))
     tensors = StoredTensors(
         options.role or "actor",
         model,
@@ -323,7 +381,7 @@ def _as_adapted(state: TrainingState, run: OpenedRun, notes: Report) -> Training
     where = "the step's counters, or its name" if named is not None else "the updates that its schedule counts"
     iteration = run.around.counted if named is None else named
     name = run.located.folder.name
-    notes.add(Fate.NOTE, f"iteration {iteration}: from {where}, since its trainer calls every step's {name}")
+    notes.through([ITERATION], {"at": iteration, "how": f"from {where}, since its trainer calls every step's {name}"})
     return replace(state, iteration=iteration, args=dict(run.args.values), by_steps=True)
 
 
@@ -336,30 +394,34 @@ def _grad_scaler(optimizer: object) -> object | None:
     return next((m["grad_scaler"] for m in members if isinstance(m, dict) and "grad_scaler" in m), None)
 
 
+_NOT_OF_ALL: Rule[Mapping[str, str]] = Rule(
+    Fate.LOST,
+    "{key}: {why}",
+    lambda lost: [{"key": key, "why": why, "of": [Item(Kind.VALUE, key)]} for key, why in lost.items()],
+)
+
+
 def _other(shards: Sequence[RankShard], notes: Report) -> dict[str, object]:
     kept: dict[str, object] = {}
     modelopt = [
         (shard, value) for shard in shards for key, value in shard.top.items() if _MODELOPT_KEYS.fullmatch(str(key))
     ]
     values = [shard.materialize(value) for shard, value in modelopt]
+    lost = {}
     if values and all(same(value, values[0]) for value in values):
         kept[MODELOPT] = values[0]
     elif values:
-        text = f"{MODELOPT}: ModelOpt's, of which every rank has another: it names modules of its own rank"
-        notes.add(Fate.LOST, text, Item(Kind.VALUE, MODELOPT))
+        lost[MODELOPT] = "ModelOpt's, of which every rank has another: it names modules of its own rank"
     for key, value in {key: value for shard in reversed(shards) for key, value in shard.top.items()}.items():
         if key in _KNOWN or any(keys.fullmatch(str(key)) for keys in (MODEL_KEY, _MODELOPT_KEYS)):
             continue
         if key == COUNTER:
             kept[key] = max(_number(shard.top.get(key)) for shard in shards)  # each rank counts for itself
         elif _tensor_bytes(value) > _SMALL or not all(_equal_content(shards[0], shard, key) for shard in shards[1:]):
-            notes.add(
-                Fate.LOST,
-                f"{key}: not a key of Megatron's, and not equal on all ranks, or made of large tensors",
-                Item(Kind.VALUE, str(key)),
-            )
+            lost[str(key)] = "not a key of Megatron's, and not equal on all ranks, or made of large tensors"
         else:
             kept[key] = shards[0].pt.materialize(value)
+    notes.through([_NOT_OF_ALL], lost)
     return kept
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.facts import Fate, same
+from mcore_rlhf.core.facts import Fate, Rule, Values, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported, shown
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
@@ -260,8 +260,7 @@ def check_ranks(shards: Sequence[RankShard], located: Located, notes: Report) ->
     _check_arguments(shards, problems)
     _check_places(shards, problems)
     problems.raise_if_any()
-    _note_arguments(shards, notes)
-    _note_other_files(shards, located, notes)
+    notes.through(_NOTES, (shards, located))
 
 
 def _check_iterations(shards: Sequence[RankShard], located: Located, problems: Problems) -> None:
@@ -293,8 +292,9 @@ def _check_arguments(shards: Sequence[RankShard], problems: Problems) -> None:
                 )
 
 
-def _note_arguments(shards: Sequence[RankShard], notes: Report) -> None:
-    """Say where ranks have other arguments than the first: one run gives all the same, but for who they are."""
+def _other_arguments(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
+    """Ranks with other arguments than the first: one run gives all the same, but for who they are."""
+    shards, _ = asked
     first, found = _arguments(shards[0]), dict[str, list[str]]()
     for shard in shards[1:]:
         mine = _arguments(shard)
@@ -304,9 +304,11 @@ def _note_arguments(shards: Sequence[RankShard], notes: Report) -> None:
                 f"{name:.60} ({shown(mine.get(name), 40)}, not {shown(first.get(name), 40)})" for name in differing[:3]
             )
             found.setdefault(f"{text}{_more(differing)}", []).append(shard.at.folder)
-    for text, folders in found.items():
-        where = f"{', '.join(folders[:3])}{_more(folders)}"
-        notes.add(Fate.NOTE, f"{where}: other arguments than those of {shards[0].at.folder}, which are taken: {text}")
+    first_folder = shards[0].at.folder
+    return [
+        {"where": folders, "more": _more(folders), "first": first_folder, "text": text}
+        for text, folders in found.items()
+    ]
 
 
 def _more(names: Sequence[str]) -> str:
@@ -341,14 +343,22 @@ def _arguments(shard: RankShard) -> Mapping[str, object]:
     return stored_arguments(shard.top)
 
 
-def _note_other_files(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
-    known = {*MODEL_FILES, OPTIMIZER_FILE, PLAIN_FILE}
-    for shard in shards:
-        files = {p.name for p in (located.folder / shard.at.folder).glob("*.pt")}
-        dealt = {p.name for p in (located.folder / shard.at.folder).glob(_DEALT_FILES)}
-        others = sorted(files - known - dealt)
-        if others:
-            notes.add(Fate.LOST, f"{shard.at.folder}: {', '.join(others[:3])}: not a file of this format, not read")
+def _other_files(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
+    known, found = {*MODEL_FILES, OPTIMIZER_FILE, PLAIN_FILE}, list[Values]()
+    for folder in [asked[1].folder / shard.at.folder for shard in asked[0]]:
+        dealt = {p.name for p in folder.glob(_DEALT_FILES)}
+        if others := sorted({p.name for p in folder.glob("*.pt")} - known - dealt):
+            found.append({"folder": folder.name, "others": others})
+    return found
+
+
+_NOTES: tuple[Rule[tuple[Sequence[RankShard], Located]], ...] = (
+    Rule(
+        Fate.NOTE, "{where:3}{more}: other arguments than those of {first}, which are taken: {text}", _other_arguments
+    ),
+    Rule(Fate.LOST, "{folder}: {others:3}: not a file of this format, not read", _other_files),
+)
+"""What is said of all ranks' files together."""
 
 
 def check_keys(shards: Sequence[RankShard], args: Arguments) -> None:

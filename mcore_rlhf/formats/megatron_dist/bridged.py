@@ -37,7 +37,7 @@ from mcore_rlhf.families.run_folders import (
 )
 from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import plain
-from mcore_rlhf.families.source import Source, below
+from mcore_rlhf.families.source import ITERATION, Source, below
 from mcore_rlhf.formats.base import Format, Target, TargetFile
 from mcore_rlhf.models.huggingface.config import method_of
 from mcore_rlhf.models.huggingface.table import GROUPED, LOCAL, SEQUENTIAL, TRANSFORMER_ENGINE
@@ -114,9 +114,8 @@ class BridgedWeights:
         step = named_step(located.folder)
         if step is None or self.of_ranks:
             return self.files
-        self.files.notes.add(
-            Fate.NOTE, f"iteration {step}: from the name of the step's folder, since the weights say none"
-        )
+        how = "from the name of the step's folder, since the weights say none"
+        self.files.notes.through([ITERATION], {"at": step, "how": how})
         return replace(self.files, state=replace(self.files.state, iteration=step, release=False))
 
     def in_megatron(self, args: Arguments, options: ReadOptions) -> Source:

@@ -8,9 +8,9 @@ from math import prod
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, Shape
-from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.families.megatron.arguments import Arguments, is_gated
+from mcore_rlhf.families.megatron.state import UNKNOWN
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import block_sizes
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_expert, layer_of, partition_of
@@ -144,10 +144,10 @@ class SpecFinder:
                 self.unknown.append(name)
             return REPLICATED
         if not cut:
-            self.notes.add(Fate.NOTE, f"{name} is in no table; it is replicated, since one rank stored it whole")
+            self.notes.through([UNKNOWN], {"name": name, "how": "replicated, since one rank stored it whole"})
             return REPLICATED
         blocks, rest = divmod(shape[cut[0]] // max(local[cut[0]], 1), degree)
         if len(cut) > 1 or rest or not blocks:
             raise LayoutMismatch(f"{name}: unknown parameter of shape {shape}, stored in parts {local}\n{_ADVICE}")
-        self.notes.add(Fate.NOTE, f"{name} is in no table; it is cut in dim {cut[0]}, as it is stored")
+        self.notes.through([UNKNOWN], {"name": name, "how": f"cut in dim {cut[0]}, as it is stored"})
         return Partition(cut[0], blocks)

@@ -15,11 +15,18 @@ from mcore_rlhf.core.catalog import (
     MASTER,
     PARAM,
 )
-from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Unsupported
 from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import adapters_alone
-from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments, stored_arguments
+from mcore_rlhf.families.megatron.adapted import GAPS
+from mcore_rlhf.families.megatron.arguments import (
+    DISTRIBUTED,
+    NO_ARGUMENTS,
+    Arguments,
+    check_against_arguments,
+    stored_arguments,
+)
 from mcore_rlhf.families.megatron.complete import require_complete
 from mcore_rlhf.families.megatron.groups import Membership, look_at_optimizer
 from mcore_rlhf.families.megatron.layout import Blueprint
@@ -35,13 +42,13 @@ from mcore_rlhf.families.megatron.run_config import (
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
     SCHEDULER_KEYS,
+    UNSCHEDULED,
     MegatronState,
-    note_scheduler,
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import counted_above, named_step
-from mcore_rlhf.families.source import Source, TrainingState, note_frozen, open_bytes
+from mcore_rlhf.families.source import ITERATION, Source, TrainingState, note_frozen, open_bytes
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -116,6 +123,22 @@ def read_dist(path: ReadablePath, options: ReadOptions, weights: Format, ranks: 
         raise
 
 
+_LOCAL: Rule[object] = Rule(
+    Fate.NOTE, "flat buffers lie as those of --transformer-impl local: norms of layers have names of their own"
+)
+_BESIDE: Rule[str] = Rule(Fate.NOTE, "the weights are those of {found}, with Megatron's optimizer beside", str)
+_SHARED_RNG: Rule[tuple[ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
+    Fate.NOTE,
+    "RNG states: Megatron stored those of one rank for each (stage, tensor-parallel rank) and none of the others' "
+    "(EP {0[0].ep}, DP {0[0].dp}); all ranks resume with them",
+    lambda asked: asked[0].ep > 1 and asked[1] and all(len(key.index) < 3 for key in asked[1]),
+)
+"""Since 0.17 the ranks that differ in their experts share one object: what the others had is not there."""
+_UNTOLD: Rule[object] = Rule(
+    Fate.NOTE, f"optimizer states: may be those of other parameters, which no master tells here. {_FAULT}"
+)
+
+
 class _DistReader:
     """Builds the Source of an opened folder."""
 
@@ -132,10 +155,7 @@ class _DistReader:
         self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
         if local:  # keys are the same, and the order of registration is not
             self.spelling = replace(self.spelling, separate_norms=True)
-            self.notes.add(
-                Fate.NOTE,
-                "flat buffers lie as those of --transformer-impl local: norms of layers have names of their own",
-            )
+            self.notes.through([_LOCAL], None)
         self.parameters = Parameters(folder.model, self.spelling)
         require_entries(folder, self.args, optimizer=options.optimizer)
         self.optimizer = read_optimizer(folder, self.args) if options.optimizer else OptimizerValues()
@@ -163,7 +183,7 @@ class _DistReader:
         file, beside = ("", {}) if stored else arguments_beside(located.folder)
         if not beside:
             return Arguments(stored, f"args in {self.folder.common_file}")
-        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; they are those of {file} beside it")
+        self._note_arguments(f"they are those of {file} beside it")
         counters = {} if self.train_state is None else self.train_state.counters
         model = self.folder.model
         tied = {UNTIED: OUTPUT in model} if model else {}  # which the fields of a TransformerConfig do not say
@@ -177,9 +197,11 @@ class _DistReader:
         seen = self.bridged.in_megatron(self.args, self.options)
         self.args = described(self.args, seen.state.args)
         self.folder = with_weights(self.folder, seen, self.args)
-        text = f"the weights are those of {self.bridged.place}, with Megatron's optimizer beside"
-        self.notes.add(Fate.NOTE, text)
+        self.notes.through([_BESIDE], self.bridged.place)
         return seen
+
+    def _note_arguments(self, instead: str) -> None:
+        self.notes.through([NO_ARGUMENTS], {"file": self.folder.common_file, "instead": instead})
 
     def _of_ranks(self) -> MegatronState | None:
         """What the weights' own files have of each rank; None where they lie here, or are another family's."""
@@ -228,8 +250,8 @@ class _DistReader:
             sharding=self.optimizer.sharding,
             idle=idle_objects(self.folder.top),
         )
-        self._note_rng(rng)
-        self.folder.around.note_gaps(self.parallel, self.notes)
+        self.notes.through([_SHARED_RNG], (self.parallel, rng))
+        self.notes.through(GAPS, (self.folder.around, self.parallel.world_size))
         modelopt, its_files = modelopt_in(self.folder.located, self.options)
         source = Source(
             format="megatron-dist",
@@ -255,19 +277,8 @@ class _DistReader:
 
         joined = with_masters_joined(source)
         if joined.distrust and (not joined.parity or has_remainders(joined)):
-            self.notes.add(
-                Fate.NOTE, f"optimizer states: may be those of other parameters, which no master tells here. {_FAULT}"
-            )
+            self.notes.through([_UNTOLD], None)
         return joined
-
-    def _note_rng(self, stored: Mapping[ShardKey, DcpObject]) -> None:
-        """Since 0.17 the ranks that differ in their experts share one object: what the others had is not there."""
-        if self.parallel.ep > 1 and stored and all(len(key.index) < 3 for key in stored):
-            self.notes.add(
-                Fate.NOTE,
-                f"RNG states: Megatron stored those of one rank for each (stage, tensor-parallel rank) and none of the others' "
-                f"(EP {self.parallel.ep}, DP {self.parallel.dp}); all ranks resume with them",
-            )
 
     def _unplaced(self) -> tuple[str, ...]:
         found = Unplaced()
@@ -302,7 +313,7 @@ class _DistReader:
         pp, tp = next(iter(shapes))[:2] if shapes else self._cuts()
         found = ParallelConfig(tp=tp, pp=pp, etp=tp)
         how = "the random states are those of" if shapes else "parameters and buffers are cut as those of"
-        self.notes.add(Fate.NOTE, f"{self.folder.common_file} stores no args; {how} {found}")
+        self._note_arguments(f"{how} {found}")
         return found
 
     def _cuts(self) -> tuple[int, int]:
@@ -428,7 +439,7 @@ class _DistReader:
         top, located = self.folder.top, self.folder.located
         scheduler, (in_samples, in_steps) = scheduler_in(top, self.notes), map(top.get, SCHEDULER_KEYS)
         by_steps = in_samples is None and in_steps is not None
-        note_scheduler(self.optimizer.kind, scheduler, self.notes)
+        self.notes.through([UNSCHEDULED], (self.optimizer.kind, scheduler))
         iteration = self._iteration()
         return TrainingState(
             iteration=iteration,
@@ -449,15 +460,13 @@ class _DistReader:
         if located.release:
             return said or 0
         if above is None and said is None and (counted := self.folder.around.counted):
-            text = (
-                f"iteration {counted}: as many updates as its schedule counts, since no name and no counters say more"
-            )
-            self.notes.add(Fate.NOTE, text)
-            return counted
-        if above is None:
+            how, above = "as many updates as its schedule counts, since no name and no counters say more", counted
+        elif above is None:
             return said or 0
-        where = "the step's counters, or its name" if self._of_ranks() else "the name of the step's folder"
-        self.notes.add(Fate.NOTE, f"iteration {above}: from {where}, since {self._silent(said)}")
+        else:
+            where = "the step's counters, or its name" if self._of_ranks() else "the name of the step's folder"
+            how = f"from {where}, since {self._silent(said)}"
+        self.notes.through([ITERATION], {"at": above, "how": how})
         return above
 
     def _silent(self, said: int | None) -> str:
