@@ -267,7 +267,8 @@ def _cuts(seen: Source, write: WriteOptions, tp_size: int) -> dict[str, TensorCu
         Unsupported: The model's names are not known, or its heads cannot be dealt to so many ranks.
     """
     config = description(seen, write)
-    relation, sizes, *_ = related(repacked(seen, config, packs_experts=False), config, write)
+    relation = related(repacked(seen, config, packs_experts=False), config, write)
+    sizes = relation.sizes
     problems, cuts = Problems(), dict[str, TensorCut]()
     copies = tp_size // sizes.groups if sizes.groups and not tp_size % sizes.groups else 1
     for heads, what in (

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rlhf.demo.versions import MEGATRON
 from mcore_rlhf.demo.workers import WorkerPool
-from mcore_rlhf.models.meaning import Kind
+from mcore_rlhf.models.meaning import About
 from mcore_rlhf.models.meaning.arguments import OTHER_ARGUMENTS
 from mcore_rlhf.models.meaning.declared import transformer_fields
 from tests.reference.fields_jobs import SIZES, differences
@@ -36,7 +36,7 @@ def fields() -> Any:
 
 
 def test_what_has_no_meaning_for_the_function_changes_no_logit(pool: WorkerPool, fields: Any) -> None:
-    kinds = (Kind.TRAINING, Kind.EXECUTION, Kind.BOOKKEEPING)
+    kinds = (About.TRAINING, About.EXECUTION, About.BOOKKEEPING)
     tried = {
         name: other(SIZES.get(name, value)) for name, value in fields.items() if OTHER_ARGUMENTS.get(name) in kinds
     }

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
-from mcore_rlhf.core.facts import Item
-from mcore_rlhf.core.facts import Kind as Of
+from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
 from mcore_rlhf.families.module import config_in, read_config
@@ -33,7 +32,7 @@ from mcore_rlhf.models.huggingface.relation import Relation, from_megatron
 from mcore_rlhf.models.huggingface.table import SEQUENTIAL, STACKED, Architecture, Sizes
 from mcore_rlhf.models.huggingface.texts import text_of
 from mcore_rlhf.models.implied import against_config
-from mcore_rlhf.models.meaning import Kind, declared
+from mcore_rlhf.models.meaning import About, declared
 from mcore_rlhf.models.meaning.arguments import modern
 from mcore_rlhf.models.meaning.declared import complete
 from mcore_rlhf.models.meaning.kinds import equal
@@ -213,7 +212,6 @@ def arguments(
     origin: FormerFamily,
     config: Mapping[str, object],
     relation: Relation,
-    sizes: Sizes,
     ignored: tuple[str, ...] = (),
 ) -> dict[str, object]:
     """The arguments that a Megatron run of such a model would have stored.
@@ -223,7 +221,6 @@ def arguments(
         origin: What an earlier conversion left.
         config: The model's description.
         relation: Its tensors under both names.
-        sizes: Of the model; its layers of multi-token prediction are those that there are.
         ignored: Fields of the description that are passed over.
 
     Raises:
@@ -234,12 +231,12 @@ def arguments(
     if origin.args:  # they say the same, and the tokenizer's extra words besides
         described = {key: value for key, value in described.items() if key not in origin.args}
     args: dict[str, object] = {
-        **carried_args(config), **_NEW_RUN, **origin.args, **described, **_experts(relation, sizes),
+        **carried_args(config), **_NEW_RUN, **origin.args, **described, **_experts(relation, relation.sizes),
     }  # fmt: skip
     args.update(
         transformer_impl=relation.spelling.implementation, iteration=source.state.iteration, bf16=dtype == BFLOAT16,
         fp16=dtype == FLOAT16, params_dtype=torch_dtype(dtype.name), accumulate_allreduce_grads_in_fp32=True,
-        mtp_num_layers=sizes.mtp or None,
+        mtp_num_layers=relation.sizes.mtp or None,
     )  # fmt: skip
     if args.get("layernorm_zero_centered_gamma"):
         args["apply_layernorm_1p"] = True  # what Megatron-LM's scripts call it
@@ -282,17 +279,17 @@ def arguments_to_config(args: Values, known: Architecture, config: Values) -> Pl
         known: The architecture that they become.
         config: The ``config.json`` that was made of them.
     """
-    kept, moved, nowhere = plain(args), dict[Item, Item](), dict[Item, Kind]()
+    kept, moved, nowhere = plain(args), dict[Item, Item](), dict[Item, About]()
     for name, meaning in of_arguments(args, known.fields).items():
-        item, spelled = Item(Of.ARGUMENT, name), next((n for n in meaning.target if n in config), None)
+        item, spelled = Item(Kind.ARGUMENT, name), next((n for n in meaning.target if n in config), None)
         if spelled is not None:
-            moved[item] = Item(Of.CONFIG, spelled)
+            moved[item] = Item(Kind.CONFIG, spelled)
         elif name in carried_args(config):
-            moved[item] = Item(Of.CONFIG, ORIGIN)
-        elif meaning.kind is not Kind.COMPUTES and name in kept:
-            moved[item] = Item(Of.VALUE, ORIGIN)
+            moved[item] = Item(Kind.CONFIG, ORIGIN)
+        elif meaning.about is not About.COMPUTES and name in kept:
+            moved[item] = Item(Kind.VALUE, ORIGIN)
         else:
-            nowhere[item] = meaning.kind
+            nowhere[item] = meaning.about
     return Places(moved, (), nowhere)
 
 
@@ -307,8 +304,8 @@ def config_to_arguments(config: Values, known: Architecture, args: Values, *, ca
     """
     meanings = of_config(config, known.model_type, known.fields)
     spelled = {name: next((n for n in meaning.target if n in args), None) for name, meaning in meanings.items()}
-    others = {Item(Of.CONFIG, name): meanings[name].kind for name, new in spelled.items() if new is None}
-    moved = {Item(Of.CONFIG, name): Item(Of.ARGUMENT, new) for name, new in spelled.items() if new is not None}
+    others = {Item(Kind.CONFIG, name): meanings[name].about for name, new in spelled.items() if new is None}
+    moved = {Item(Kind.CONFIG, name): Item(Kind.ARGUMENT, new) for name, new in spelled.items() if new is not None}
     return Places(moved, list(others), {}) if carried else Places(moved, (), others)
 
 
@@ -346,7 +343,7 @@ def differences(args: Values, config: Values, known: Architecture) -> Iterator[D
         except CheckpointError:  # Megatron cannot say it, so that its arguments are another model's
             said = dict.fromkeys(field.arguments)
         for name, value in said.items():
-            computes = name in args and meanings[name].kind is Kind.COMPUTES
+            computes = name in args and meanings[name].about is About.COMPUTES
             if computes and not equal(args[name], value):
                 yield Difference(field.names, name, args[name], value)
 

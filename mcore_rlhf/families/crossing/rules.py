@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from mcore_rlhf.core.facts import Fate, Item, Reason, Rule, Values
-from mcore_rlhf.core.facts import Kind as Of
-from mcore_rlhf.models.meaning import Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
+from mcore_rlhf.models.meaning import About
 
 _SHOWN = 8
 
@@ -18,16 +17,16 @@ class Places(NamedTuple):
     Args:
         moved: Those that go on under another name, or as a part of something.
         along: Those that go along in a file as they are.
-        nowhere: All others, and what kind of thing each says.
+        nowhere: All others, and what each says something about.
     """
 
     moved: Mapping[Item, Item]
     along: Sequence[Item]
-    nowhere: Mapping[Item, Kind]
+    nowhere: Mapping[Item, About]
 
-    def of_kind(self, kind: Kind) -> list[Item]:
-        """Those that are nowhere, of a kind."""
-        return [item for item, found in self.nowhere.items() if found is kind]
+    def gone_about(self, about: About) -> list[Item]:
+        """Those that are nowhere, and say something about this."""
+        return [item for item, found in self.nowhere.items() if found is about]
 
 
 def listed(names: Sequence[str]) -> str:
@@ -38,9 +37,9 @@ def listed(names: Sequence[str]) -> str:
 
 OF_PLACES: tuple[Rule[Places], ...] = (
     Rule(Fate.KEPT, "in config.json, which goes along", lambda places: {"of": places.along}, told=False),
-    Rule(Fate.DERIVED, "the architecture implies it", lambda places: {"of": places.of_kind(Kind.COMPUTES)}, told=False),
+    Rule(Fate.DERIVED, "the architecture implies it", lambda places: {"of": places.gone_about(About.COMPUTES)}, told=False),
     Rule(Fate.LOST, "{name}: a field of the model's description that nobody declares",
-         lambda places: [{"name": i.name, "of": [i]} for i in places.of_kind(Kind.UNDECLARED) if i.kind is Of.CONFIG]),
+         lambda places: [{"name": i.name, "of": [i]} for i in places.gone_about(About.UNDECLARED) if i.kind is Kind.CONFIG]),
     Rule(Reason.OF_ENGINE, when=lambda places: {"of": list(places.nowhere)}),
 )  # fmt: skip
 """What becomes of those that are nowhere."""
@@ -48,7 +47,7 @@ OF_PLACES: tuple[Rule[Places], ...] = (
 
 def _passed_over(asked: tuple[Sequence[str], Mapping[str, object]]) -> list[Values]:
     there = _there(asked[1])
-    of = {name: [Item(Of.ARGUMENT, name), Item(Of.CONFIG, name)] for name in asked[0] if name in there}
+    of = {name: [Item(Kind.ARGUMENT, name), Item(Kind.CONFIG, name)] for name in asked[0] if name in there}
     return [{"name": name, "value": there[name], "of": items} for name, items in of.items()]
 
 

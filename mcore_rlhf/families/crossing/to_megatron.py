@@ -77,7 +77,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
     origin = FormerFamily.of(source)
     config = description(source, options)
     source = repacked(source, config, packs_experts=False)
-    relation, sizes, counted, copies = related(source, config, options)
+    relation = related(source, config, options)
     shapes = relation.huggingface
     by = {name: number for name, _, number in relation.shifts}
     if by:
@@ -87,16 +87,14 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         raise LayoutMismatch(
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
-    described = arguments(source, origin, config, relation, sizes, options.ignore_fields)
+    described = arguments(source, origin, config, relation, options.ignore_fields)
     args = Arguments({**described, **_optimizer_arguments(source)})
-    model = _model(source, relation, args, tied, sizes)
+    model = _model(source, relation, args, tied)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}
     catalog = source.catalog.recut(source.role, relation.of_megatron(), relation.megatron).rows(rows)
     dealt = as_megatron(source, relation, Membership(args, options.rules), options.lr_limits)
     places = config_to_arguments(family.config, relation.architecture, args.values, carried=_goes_along(source))
-    seen = _InMegatron(
-        source, family, relation, model, args.values, config, options, counted, copies, by, dealt, places
-    )
+    seen = _InMegatron(source, family, relation, model, args.values, config, options, by, dealt, places)
     notes = source.notes.copy()
     notes.through(_RULES, seen)
     return replace(
@@ -170,9 +168,7 @@ def _goes_along(source: Source) -> bool:
     return source.carried is not None and CONFIG in source.carried.files
 
 
-def related(
-    source: Source, config: Mapping[str, object], options: WriteOptions
-) -> tuple[Relation, Sizes, Sizes, list[str]]:
+def related(source: Source, config: Mapping[str, object], options: WriteOptions) -> Relation:
     """Relate the tensors of a source under Hugging Face's names to Megatron's.
 
     Args:
@@ -180,20 +176,17 @@ def related(
         config: The model's description.
         options: What the user asked for.
 
-    Returns:
-        The tensors of both; sizes as the tensors have them, and as the config has them; tensors that release files have twice.
-
     Raises:
         CheckpointError: See :func:`to_megatron`.
     """
-    among, counted = architecture_of(config), sizes_of_config(config)
-    shapes, sizes, copies = _with_next_layers(source.model.shapes, counted)
+    among = architecture_of(config)
+    shapes, sizes = _with_next_layers(source.model.shapes, sizes_of_config(config))
     spelling = FormerFamily.of(source).spelling(_implementation(among, options))
     buffers = frozenset(ModuleState.needed(source, MegatronState.names).buffers)
-    return from_huggingface(shapes, sizes, spelling, among, buffers), sizes, counted, copies
+    return from_huggingface(shapes, sizes, spelling, among, buffers)
 
 
-def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes, list[str]]:
+def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str, Shape], Sizes]:
     """The layers of multi-token prediction that there really are, without the copies that release files have in them, which come last.
 
     A ``config.json`` counts them also where transformers has saved the model, which leaves them out.
@@ -203,7 +196,7 @@ def _with_next_layers(shapes: dict[str, Shape], sizes: Sizes) -> tuple[dict[str,
     copies = [name for name, match in found.items() if match.group(2) in _COPIES and int(match.group(1)) in further]
     kept = {name: shape for name, shape in shapes.items() if name not in copies}
     beside = {match.group(1) for name in shapes if (match := _NEXT_LAYER.match(name))}
-    return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0)), copies
+    return kept, replace(sizes, mtp=len(beside) or (len(further) if sizes.mtp else 0))
 
 
 def _with_extra_states(relation: Relation) -> Iterator[str]:
@@ -235,7 +228,8 @@ def _check(source: Source, family: ModuleState) -> None:
         raise Unsupported(f"{source.root}: shared parameters that Megatron has no name for: {kept}")
 
 
-def _model(source: Source, relation: Relation, args: Arguments, tied: bool, sizes: Sizes) -> ModelSpec:
+def _model(source: Source, relation: Relation, args: Arguments, tied: bool) -> ModelSpec:
+    sizes = relation.sizes
     words = sizes.vocabulary
     rows = padded_vocab_size(words, args.integer("make_vocab_size_divisible_by", DIVISOR), 1)
     shares, problems, specs = relation.of_megatron(), Problems(), []
@@ -291,16 +285,20 @@ class _InMegatron:
     args: Mapping[str, object]
     config: Mapping[str, object]
     options: WriteOptions
-    counted: Sizes
-    copies: Sequence[str]
     shifts: Mapping[str, float]
     dealt: DealtGroups
     places: Places
 
-    def further(self) -> bool:
-        """Whether there are layers behind those of the model itself."""
+    def lacking(self) -> int:
+        """Layers of multi-token prediction that config.json counts, where the files have no layer behind those of the model itself."""
+        counted = sizes_of_config(self.config)
         found = (_IN_LAYER.fullmatch(name) for name in self.source.model.shapes)
-        return any(int(match.group(1)) >= self.counted.layers for match in found if match)
+        return 0 if any(int(match.group(1)) >= counted.layers for match in found if match) else counted.mtp
+
+    def copies(self) -> list[str]:
+        """What release files have twice."""
+        related = self.relation.huggingface
+        return [name for name in self.source.model.shapes if name.endswith(_COPIES) and name not in related]
 
     def padding(self) -> str:
         """The rows of words that are new."""
@@ -378,10 +376,9 @@ _WITHOUT_IMAGES: Rule[Sequence[str]] = Rule(
 _RULES: tuple[Rule[_InMegatron], ...] = (
     Rule(Fate.NOTE, "SGD: Megatron trains it with --optimizer sgd --sgd-momentum {0.args[sgd_momentum]}, without a distributed optimizer",
          lambda s: by_sgd(s.args) and s.source.optimizer is not None),
-    Rule(Fate.NOTE, "config.json counts {0.counted.mtp} layers of multi-token prediction; there are none in the files",
-         lambda s: s.counted.mtp and not s.further()),
-    Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", lambda s: s.copies),
-    Rule(Fate.DERIVED, "a copy of another one", lambda s: _tensors("copies", s.copies), told=False),
+    Rule(Fate.NOTE, "config.json counts {found} layers of multi-token prediction; there are none in the files", _InMegatron.lacking),
+    Rule(Fate.NOTE, "copies of the embedding and the output layer are taken as such, and left out: {found}", _InMegatron.copies),
+    Rule(Fate.DERIVED, "a copy of another one", lambda s: _tensors("copies", s.copies()), told=False),
     SHIFTED.of_part(lambda s: s.shifts or None),
     Rule(Fate.CHANGED, "{whose}'s Muon of {count} matrices becomes Megatron's (0.18 and later): " + MOMENTUM + " is the same in both, "
          "and how updates are made of it is the run's affair. --optimizer muon {given} comes nearest: Megatron "

@@ -270,6 +270,7 @@ class Relation:
 
     Args:
         architecture: Which it is.
+        sizes: Its sizes, as the tensors have them.
         spelling: Whose names Megatron's side has.
         links: What they have in common.
         huggingface: Shapes of the tensors on disk, in the order of ``model.parameters()``.
@@ -278,6 +279,7 @@ class Relation:
     """
 
     architecture: Architecture
+    sizes: Sizes
     spelling: Spelling
     links: tuple[Link, ...]
     huggingface: Mapping[str, Shape]
@@ -452,7 +454,8 @@ def _relation(found: _Candidate, sizes: Sizes, spelling: Spelling) -> Relation:
     tensors = {name: shape for row in found.rows for name, shape in row.tensors.items()}
     ordered = {name: tensors[name] for name in in_order(found.architecture.order, sizes) if name in tensors}
     shifts = tuple((next(iter(row.tensors)), row.name, row.row.shift) for row in found.rows if row.row.shift)
-    return Relation(found.architecture, spelling, links, ordered, {row.name: row.shape for row in found.rows}, shifts)
+    megatron = {row.name: row.shape for row in found.rows}
+    return Relation(found.architecture, sizes, spelling, links, ordered, megatron, shifts)
 
 
 def _padded(relation: Relation) -> frozenset[str]:

@@ -3,10 +3,8 @@
 Who wants to account for the description of a model asks here:
 
 * :func:`~.lookup.of_arguments` and :func:`~.lookup.of_config` give, for every name in a source's arguments or its
-  ``config.json``, a :class:`~.kinds.Meaning`: its :class:`~.kinds.Kind` (does it change what the model computes, and if
-  not, what is it about), how the other family spells it, and its default.
-* :meth:`Meaning.fate` says what becomes of it in a conversion to the other family that was not refused: ``kept``,
-  ``derived``, ``lost`` (``--ignore-field``) or ``left behind`` (the reason is ``kind.value``).
+  ``config.json``, a :class:`~.kinds.Meaning`: what it says something :class:`~.kinds.About`, how the other family spells
+  it, and its default; what becomes of it in a crossing is said by :data:`mcore_rlhf.families.crossing.rules.OF_PLACES`.
 * :func:`~.lookup.inexpressible_arguments` and :func:`~.lookup.inexpressible_fields` name what the other side cannot express.
 
 The relations between the two sides are the ``fields`` of an architecture (:mod:`mcore_rlhf.models.huggingface`); what stands
@@ -17,5 +15,5 @@ none of them is needed; a test holds it against the installed ones.
 
 from __future__ import annotations
 
-from .kinds import Kind as Kind
+from .kinds import About as About
 from .kinds import Meaning as Meaning

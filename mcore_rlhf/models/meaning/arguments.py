@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .kinds import Kind, Row, Values, by_name
+from .kinds import About, Row, Values, by_name
 
 _MOE, _MLA, _HYBRID, _DELTA = "num_experts", "multi_latent_attention", "is_hybrid_model", "linear_attention_freq"
 _MUP = {
@@ -401,6 +401,6 @@ tokenizer_hf_no_use_fast tokenizer_sentencepiece_ignore_extra_whitespaces valida
 """
 
 OTHER_ARGUMENTS = by_name(
-    {Kind.TRAINING: _TRAINING, Kind.EXECUTION: _EXECUTION, Kind.LAYOUT: _LAYOUT, Kind.BOOKKEEPING: _BOOKKEEPING}
+    {About.TRAINING: _TRAINING, About.EXECUTION: _EXECUTION, About.LAYOUT: _LAYOUT, About.BOOKKEEPING: _BOOKKEEPING}
 )
 """By name of an argument, or of a field of ``TransformerConfig``: its kind."""

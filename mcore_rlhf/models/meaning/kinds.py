@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 Values = Mapping[str, object]
 
 
-class Kind(Enum):
+class About(Enum):
     """What an argument or a field is about. All but the first leave the logits of a trained model as they are."""
 
     COMPUTES = "what the model computes"
@@ -20,7 +20,7 @@ class Kind(Enum):
     UNDECLARED = "declared by nobody"
 
 
-def by_name(names: Mapping[Kind, str]) -> dict[str, Kind]:
+def by_name(names: Mapping[About, str]) -> dict[str, About]:
     """The kind of every name.
 
     Args:
@@ -82,32 +82,16 @@ class Meaning:
 
     Args:
         name: Its name.
-        kind: What it is about.
+        about: What it says something about.
         target: What the other family calls it: one name or several; empty where the architecture implies it, where it
             has no counterpart, or where only training looks at it.
         default: What its absence means, as its own framework has it; None where nobody declares it.
     """
 
     name: str
-    kind: Kind
+    about: About
     target: tuple[str, ...] = ()
     default: object = None
-
-    def fate(self, ignored: Collection[str] = ()) -> str:
-        """What becomes of it in a conversion to the other family that was not refused.
-
-        Args:
-            ignored: Names that the user gave with ``--ignore-field``.
-
-        Returns:
-            ``lost`` where the user said so; ``kept`` under another name, or carried under its own where nobody declares
-            it; ``derived`` where the other side's architecture implies it; ``left behind`` for ``kind.value`` otherwise.
-        """
-        if self.name in ignored:
-            return "lost"
-        if self.target or self.kind is Kind.UNDECLARED:
-            return "kept"
-        return "derived" if self.kind is Kind.COMPUTES else "left behind"
 
 
 def equal(a: object, b: object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from . import arguments, declared
 from .arguments import OTHER_ARGUMENTS
-from .kinds import Field, Kind, Meaning, Values, by_name, equal
+from .kinds import About, Field, Meaning, Values, by_name, equal
 
 _TRAINING = """
 aux_loss_alpha classifier_dropout embd_pdrop embedding_initializer_range hidden_dropout output_router_logits pretraining_tp
@@ -34,7 +34,7 @@ OF_TENSORS = {
 """Fields that say what the tensors say as well, each with Megatron's argument for it; the tensors decide."""
 
 OTHER_FIELDS = by_name(
-    {Kind.TRAINING: _TRAINING, Kind.EXECUTION: _EXECUTION, Kind.LAYOUT: _LAYOUT, Kind.BOOKKEEPING: _BOOKKEEPING}
+    {About.TRAINING: _TRAINING, About.EXECUTION: _EXECUTION, About.LAYOUT: _LAYOUT, About.BOOKKEEPING: _BOOKKEEPING}
 )
 """Fields of a ``config.json`` that stand in no relation to an argument of Megatron's, each with its kind."""
 
@@ -73,8 +73,8 @@ def _of_argument(name: str, fields: Mapping[str, Iterable[str]]) -> Meaning:
         return Meaning(name, OTHER_ARGUMENTS[name], target, default)
     row = arguments.BY_NAME.get(name) or arguments.BY_NAME.get(spelled)
     if row is not None:
-        return Meaning(name, Kind.COMPUTES, target, row.neutral[0] if default is None else default)
-    kind = Kind.COMPUTES if target or name in declared.arguments() else Kind.UNDECLARED
+        return Meaning(name, About.COMPUTES, target, row.neutral[0] if default is None else default)
+    kind = About.COMPUTES if target or name in declared.arguments() else About.UNDECLARED
     return Meaning(name, kind, target, default)
 
 
@@ -94,19 +94,19 @@ def _of_field(name: str, model_type: str, relations: Sequence[Field]) -> Meaning
     related = [relation for relation in relations if name in relation.names]
     target = tuple(dict.fromkeys(argument for relation in related for argument in relation.arguments))
     if related:
-        return Meaning(name, _kind_of(target), target, default)
+        return Meaning(name, _about_of(target), target, default)
     if name in OF_TENSORS:
-        return Meaning(name, Kind.COMPUTES, (OF_TENSORS[name],), default)
+        return Meaning(name, About.COMPUTES, (OF_TENSORS[name],), default)
     if name in OTHER_FIELDS:
         return Meaning(name, OTHER_FIELDS[name], (), default)
     declares = name in declared.config_fields(model_type) or name in declared.common_fields()
-    return Meaning(name, Kind.COMPUTES if declares else Kind.UNDECLARED, (), default)
+    return Meaning(name, About.COMPUTES if declares else About.UNDECLARED, (), default)
 
 
-def _kind_of(target: tuple[str, ...]) -> Kind:
+def _about_of(target: tuple[str, ...]) -> About:
     """A field is about what all of its arguments are about."""
-    kinds = {OTHER_ARGUMENTS.get(name, Kind.COMPUTES) for name in target}
-    return kinds.pop() if len(kinds) == 1 else Kind.COMPUTES
+    kinds = {OTHER_ARGUMENTS.get(name, About.COMPUTES) for name in target}
+    return kinds.pop() if len(kinds) == 1 else About.COMPUTES
 
 
 def inexpressible_arguments(args: Values, relations: Sequence[Field]) -> Iterator[str]:
@@ -121,7 +121,7 @@ def inexpressible_arguments(args: Values, relations: Sequence[Field]) -> Iterato
         if name in OTHER_ARGUMENTS or arguments.SPELLED.get(name, name) in fields:
             continue
         meaning = _of_argument(name, fields)
-        if meaning.kind is not Kind.COMPUTES or meaning.target:
+        if meaning.about is not About.COMPUTES or meaning.target:
             continue
         row = arguments.BY_NAME.get(name)
         if row.matters(args) if row is not None else not equal(args[name], meaning.default):
@@ -138,11 +138,11 @@ def inexpressible_fields(config: Values, model_type: str, relations: Sequence[Fi
     """
     related = {name for relation in relations for name in relation.names}
     for name, meaning in of_config(config, model_type, relations).items():
-        open_question = meaning.kind is Kind.COMPUTES and not meaning.target and name not in related
+        open_question = meaning.about is About.COMPUTES and not meaning.target and name not in related
         if open_question and not equal(config[name], meaning.default):
             yield name
 
 
 def undeclared(meanings: Iterable[Meaning], ignored: Collection[str] = ()) -> tuple[str, ...]:
     """Names that nobody declares: they are carried, and said."""
-    return tuple(m.name for m in meanings if m.kind is Kind.UNDECLARED and m.name not in ignored)
+    return tuple(m.name for m in meanings if m.about is About.UNDECLARED and m.name not in ignored)

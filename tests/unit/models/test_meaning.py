@@ -9,7 +9,7 @@ import pytest
 from mcore_rlhf.models.huggingface import ARCHITECTURES
 from mcore_rlhf.models.huggingface.llama import LLAMA
 from mcore_rlhf.models.huggingface.mistral import MISTRAL
-from mcore_rlhf.models.meaning import Kind
+from mcore_rlhf.models.meaning import About
 from mcore_rlhf.models.meaning.arguments import BY_NAME, OTHER_ARGUMENTS, SPELLED, modern
 from mcore_rlhf.models.meaning.declared import arguments, common_fields, complete, config_fields, transformer_fields
 from mcore_rlhf.models.meaning.lookup import (
@@ -71,26 +71,25 @@ def test_what_is_known_of_an_argument() -> None:
         "rlinf": 1,
     }
     meanings = of_arguments(said, MISTRAL.fields)
-    assert {name: (m.kind, m.target, m.fate()) for name, m in meanings.items()} == {
-        "window_size": (Kind.COMPUTES, ("sliding_window",), "kept"),
-        "swiglu": (Kind.COMPUTES, (), "derived"),
-        "lr": (Kind.TRAINING, (), "left behind"),
-        "bf16": (Kind.EXECUTION, (), "left behind"),
-        "rank": (Kind.BOOKKEEPING, (), "left behind"),
-        "init_method_std": (Kind.TRAINING, ("initializer_range",), "kept"),
-        "rlinf": (Kind.UNDECLARED, (), "kept"),
+    assert {name: (m.about, m.target) for name, m in meanings.items()} == {
+        "window_size": (About.COMPUTES, ("sliding_window",)),
+        "swiglu": (About.COMPUTES, ()),
+        "lr": (About.TRAINING, ()),
+        "bf16": (About.EXECUTION, ()),
+        "rank": (About.BOOKKEEPING, ()),
+        "init_method_std": (About.TRAINING, ("initializer_range",)),
+        "rlinf": (About.UNDECLARED, ()),
     }
-    assert meanings["window_size"].fate(["window_size"]) == "lost"
     assert undeclared(meanings.values()) == ("rlinf",)
 
 
 def test_what_is_known_of_a_field() -> None:
     said = {"sliding_window": 128, "use_cache": True, "router_aux_loss_coef": 0.1, "my_field": 2, "vocab_size": 10}
     meanings = of_config(said, "mistral", MISTRAL.fields)
-    assert {name: (m.kind, m.fate()) for name, m in meanings.items()} == {
-        "sliding_window": (Kind.COMPUTES, "kept"), "use_cache": (Kind.EXECUTION, "left behind"),
-        "router_aux_loss_coef": (Kind.TRAINING, "left behind"), "my_field": (Kind.UNDECLARED, "kept"),
-        "vocab_size": (Kind.COMPUTES, "kept"),
+    assert {name: m.about for name, m in meanings.items()} == {
+        "sliding_window": About.COMPUTES, "use_cache": About.EXECUTION,
+        "router_aux_loss_coef": About.TRAINING, "my_field": About.UNDECLARED,
+        "vocab_size": About.COMPUTES,
     }  # fmt: skip
     assert meanings["sliding_window"].default == 4096
 
