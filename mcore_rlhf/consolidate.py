@@ -82,7 +82,7 @@ def fp32_state_dict(source: Source, exclude_frozen: bool) -> tuple[list[WrittenT
     Raises:
         Incomplete: A parameter is stored nowhere.
     """
-    family = ModuleState.of(source) or ModuleState("")
+    family = ModuleState.of(source) or ModuleState()
     tensors: list[WrittenTensor] = []
     found: dict[TensorName, TensorEntry] = {}
     problems = Problems()

@@ -78,7 +78,7 @@ class ModuleState(Family):
     """A checkpoint under a module's own names; ``Source.family`` of all formats of this family is one, or extends it.
 
     Args:
-        tag: Name of the checkpoint's folder without ``_uni``: ``global_step1000``.
+        tag: Name of a DeepSpeed checkpoint's folder without ``_uni``: ``global_step1000``; empty for all others.
         order: Keys of the module's state dict in its order, buffers and aliases included; empty where nobody knows.
         buffers: Names of persistent buffers; they are parameters of the model that are not trained.
         shared: Second names of tied parameters: ``{alias: owner}``. The catalogue has owners only.
@@ -106,7 +106,7 @@ class ModuleState(Family):
         ),
         _OF_RANKS,
     ]
-    tag: str
+    tag: str = ""
     order: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     shared: Mapping[str, str] = field(default_factory=dict)

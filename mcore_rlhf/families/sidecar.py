@@ -97,7 +97,7 @@ class Sidecar(_Own):
     """
 
     state: TrainingState = field(default_factory=lambda: TrainingState(0))
-    module: ModuleState = field(default_factory=lambda: ModuleState(""))
+    module: ModuleState = field(default_factory=ModuleState)
 
     @classmethod
     def of(

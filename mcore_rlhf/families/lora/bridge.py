@@ -175,7 +175,7 @@ def _joined(source: Source, base: Source | None, relation: _Relation) -> Source:
     ]
     adapter = source.catalog.of_states(_WEIGHTS).recut(source.role, relation.shares, relation.shapes)
     frozen = None if base is None else renamed(base, lambda name: _in_memory(name, relation.adapted))
-    own = ModuleState("", tuple(spec.name for spec in specs))
+    own = ModuleState(order=tuple(spec.name for spec in specs))
     catalog = adapter
     notes = (frozen or source).notes.copy()
     if frozen is not None:

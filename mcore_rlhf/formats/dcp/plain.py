@@ -62,7 +62,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     own = {name: stored for name, stored in tensors.items() if name not in aliases}
     specs = [ParamSpec(n, t.shape, t.record.dtype, REPLICATED, t.record.dtype in FLOATING) for n, t in own.items()]
     buffers = tuple(spec.name for spec in specs if not spec.trainable)
-    module = ModuleState("", tuple(tensors), buffers, aliases, config=config)
+    module = ModuleState(order=tuple(tensors), buffers=buffers, shared=aliases, config=config)
     entries = {name: whole_entry(TensorName(role, name), stored) for name, stored in own.items()}
     return Source(
         format="dcp",

@@ -437,7 +437,7 @@ class _DcpReader:
     def _guessed(self, groups: tuple[ParamGroup, ...], aliases: Mapping[str, str]) -> ModuleState:
         trained = {name for group in groups for name in group.params}
         buffers = [n for n, key in self.model_keys.items() if n not in trained and not self._may_be_trained(key)]
-        return ModuleState("", tuple(self.model_keys), tuple(buffers), aliases, config=self._config)
+        return ModuleState(order=tuple(self.model_keys), buffers=tuple(buffers), shared=aliases, config=self._config)
 
     def _training(self, family: DcpState, groups: tuple[ParamGroup, ...]) -> TrainingState:
         if self.sidecar is None or RNG in self.sidecar.state.other:  # otherwise derived when the folder was written

@@ -78,7 +78,7 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
         states=(),
         optimizer=None,
         notes=_notes(config, path),
-        family=ModuleState("", tuple(spec.name for spec in specs)),
+        family=ModuleState(order=tuple(spec.name for spec in specs)),
     )
 
 

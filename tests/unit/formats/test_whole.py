@@ -84,7 +84,7 @@ class DealtFormat(WholeFormat):
         run = read_json(path / RUN)
         params = [tuple(run["names"][number] for number in group.pop("params")) for group in run["groups"]]
         groups = tuple(ParamGroup(group, params=of) for group, of in zip(run["groups"], params, strict=True))
-        return Sidecar(state=TrainingState(run["step"], groups=groups), module=ModuleState("", shared=run["tied"]))
+        return Sidecar(state=TrainingState(run["step"], groups=groups), module=ModuleState(shared=run["tied"]))
 
 
 def _entry(name: TensorName, shape: Shape, dtype: str, places: Sequence[tuple[str, int, int, int]]) -> TensorEntry:
