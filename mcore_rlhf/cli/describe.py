@@ -103,8 +103,6 @@ def step_facts(step: Subject) -> Facts:
     """``path``, ``step``, ``chosen``, ``manifest`` (``time``, ``metrics``, ``files``, ``bytes``, ``lossless``, ``live`` state; or null),
     ``roles``, ``others`` (files beside the models).
     """
-    from mcore_rlhf.manager.run.measured import live_of, metrics_of
-
     manifest = step.manifest
     return {
         "path": str(step.folder),
@@ -115,11 +113,11 @@ def step_facts(step: Subject) -> Facts:
         "manifest": manifest
         and {
             "time": manifest.provenance.get("time"),
-            "metrics": metrics_of(manifest),
+            "metrics": manifest.metrics,
             "files": len(manifest.files),
             "bytes": sum(entry.nbytes for entry in manifest.files.values()),
             "lossless": manifest.lossless,
-            "live": live_of(manifest),
+            "live": manifest.live,
         },
     }
 

@@ -12,7 +12,6 @@ from mcore_rlhf.execution.run import Progress
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import is_model, open_checkpoint, open_without_manifest
 from mcore_rlhf.manager.run import steps
-from mcore_rlhf.manager.run.measured import metrics_of
 from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.report.heat import heat_map
@@ -136,7 +135,7 @@ def _shown(subject: Subject, request: ReportOptions, progress: Progress) -> Show
         "origin": None if stated is None else origin_of(stated["report"]),
         "conversion": None if stated is None else _conversion(stated),
         "saved": [] if step is None else saved_roles(subject.folder, step, list(models)),
-        "metrics": {} if step is None else metrics_of(step),
+        "metrics": {} if step is None else step.metrics,
         "step_verdict": None if step is None else _step_verdict(subject, request, progress),
     }
 

@@ -13,7 +13,6 @@ from math import isfinite, prod
 from typing import TypedDict
 
 from mcore_rlhf.errors import CheckpointError, headline
-from mcore_rlhf.manager.run.measured import live_of
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
@@ -76,7 +75,7 @@ def saved_roles(folder: ReadablePath, manifest: Manifest, known: Sequence[str]) 
         known: Roles that were opened as models.
     """
     roles = {str(part.get("role")): part for part in manifest.parts}
-    live = live_of(manifest)
+    live = manifest.live
     return [_role(folder, manifest, part, role, live.get(role)) for role, part in roles.items() if role not in known]
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -52,6 +52,17 @@ class FileEntry:
     crc32: int
 
 
+def _inside(report: Mapping[str, Any], key: str) -> Iterable[tuple[object, Any]]:
+    found = report.get(key)
+    return found.items() if isinstance(found, Mapping) else ()
+
+
+def _is_figure(value: object) -> bool:
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a published folder holds.
@@ -76,6 +87,20 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a step was saved with; infinities and NaN stand in the file as text."""
+        return {str(name): float(value) for name, value in _inside(self.report, "metrics") if _is_figure(value)}
+
+    @property
+    def live(self) -> dict[str, dict[str, int]]:
+        """How much state every role held when the step was saved: ``tensors`` and ``bytes``, by role; empty in older manifests."""
+        return {
+            str(role): {key: int(figures[key]) for key in ("tensors", "bytes")}
+            for role, figures in _inside(self.report, "live")
+            if isinstance(figures, Mapping) and all(type(figures.get(key)) is int for key in ("tensors", "bytes"))
+        }
 
     def to_json(self) -> str:
         """The manifest as text; keys and files always in the same order.

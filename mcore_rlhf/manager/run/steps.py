@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isnan
 from pathlib import Path, PurePath
 from typing import Literal, TypeVar
 
@@ -27,8 +28,6 @@ from mcore_rlhf.storage.transactions import PAUSES
 from mcore_rlhf.storage.unfinished import replaced
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
 from mcore_rlhf.trainers.known import called_so, left_by_trainers, roles_by_folder
-
-from .measured import comparable
 
 MANIFEST = STEP_MANIFEST
 """The last file of a step that is written."""
@@ -436,7 +435,10 @@ def _visible(number: int, path: ReadablePath, name: str) -> Step:
     roles = tuple(dict.fromkeys(str(part["role"]) for part in manifest.parts if "role" in part))
     written = str(manifest.provenance.get("time") or changed(path))
     state: State = "damaged" if why else "committed"
-    metrics, transaction = comparable(manifest), manifest.transaction
+    metrics = {
+        key: value for key, value in manifest.metrics.items() if not isnan(value)
+    }  # of which one is better than another
+    transaction = manifest.transaction
     return Step(number, path, state, nbytes, roles, written, why, metrics, quarantined, transaction)
 
 
