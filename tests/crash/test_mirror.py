@@ -25,6 +25,7 @@ from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.storage.objects import open_url
 from mcore_rlhf.storage.store import StorePath
 from tests.distributed.forked import SERVER
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.mirror_child import MirroredRun, save_there, train_on_a_host
 from tests.helpers.object_store import BUCKET, S3, Request, url
 
@@ -372,9 +373,7 @@ def test_a_step_that_was_damaged_after_its_commit_is_not_sent_as_good(s3: S3, tm
     with run.manager(tmp_path / "root", url("damaged"), on_event=heard.append) as manager:
         saved(manager, run, 1, 2)
         file = tmp_path / "root" / "global_step_2" / "actor" / "state.pt"
-        data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
+        flip_a_bit(file)
         s3.fault = lambda request: None
         assert manager.wait_for_mirror(60) == []
     assert mirrored("damaged") == [1]
@@ -392,9 +391,7 @@ def test_of_a_step_in_both_tiers_the_one_that_is_intact_is_taken(s3: S3, tmp_pat
         saved(manager, run, 1, 2)
         assert manager.wait_for_mirror(30) == []
     file = tmp_path / "root" / "global_step_2" / "actor" / "state.pt"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     with MirroredRun().manager(tmp_path / "root", url("either"), on_event=heard.append) as manager:
         resumed = manager.load("auto")
     assert resumed is not None

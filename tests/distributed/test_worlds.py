@@ -15,6 +15,7 @@ import pytest
 from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.manager.run import steps
 from tests.distributed import world_jobs
+from tests.helpers.damage import flip_a_bit
 
 
 def run(pool: WorkerPool, job: object, folder: Path, *args: object) -> list[object]:
@@ -42,9 +43,7 @@ def test_one_step_of_two_worlds(pool: WorkerPool, tmp_path: Path) -> None:
 def test_all_worlds_skip_a_step_that_is_damaged_for_one(pool: WorkerPool, tmp_path: Path, role: str) -> None:
     run(pool, world_jobs.save_together, tmp_path)
     path = tmp_path / "root" / "global_step_2" / role / "moments.pt"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_a_bit(path)
     results = run(pool, world_jobs.load_together, tmp_path)
     assert [(result["step"], result["seed"]) for result in results] == [(1, [1])] * 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,24 @@ def flip(path: Path, record: str, byte: int) -> None:
         (value,) = file.read(1)
         file.seek(at)
         file.write(bytes([value ^ 0x10]))
+
+
+def flip_a_bit(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def gone(pattern: str) -> Callable[[Path], object]:
+    """Take the files away that are called so."""
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
+
+
+def zeroed(pattern: str) -> Callable[[Path], object]:
+    """Leave the files that are called so as long as they are, and nothing in them."""
+    return lambda folder: [path.write_bytes(bytes(path.stat().st_size)) for path in folder.glob(pattern)]
 
 
 def truncate(path: Path, fraction: float) -> None:

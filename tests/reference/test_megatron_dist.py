@@ -25,6 +25,7 @@ from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
+from tests.helpers.damage import flip_a_bit
 from tests.reference import dist_jobs
 from tests.reference.cases import (
     ADAM,
@@ -346,9 +347,7 @@ def test_megatron_core_verifies_our_sums(dist_lab: DistLab) -> None:
     folder = next(root.glob("iter_*"))
     assert dist_lab.pool.run(dist_jobs.found_by_integrity, folder, world_size=1, timeout=TIMEOUT) == [""]
     damaged = folder / "__1_0.distcp"
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip_a_bit(damaged)
     (found,) = dist_lab.pool.run(dist_jobs.found_by_integrity, folder, world_size=1, timeout=TIMEOUT)
     assert "__1_0.distcp: hash mismatch" in found
 

@@ -21,6 +21,7 @@ from mcore_rlhf.manager.run.options import Event
 from mcore_rlhf.manager.run.retention import KeepBest, KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.manager.trainer_steps import TrainerSteps
+from tests.helpers.damage import flip_a_bit
 from tests.reference import seam_worker
 from tests.trainers import hf_runs
 
@@ -32,13 +33,6 @@ def train(
     folder: Path, seed: int = 1, which: Any = None, options: StepOptions | None = None, **arguments: Any
 ) -> hf_runs.Seen:
     return seam_worker.train(folder, seed, which, options, **arguments)
-
-
-def damage(path: Path) -> None:
-    """Flip a byte."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def steps(folder: Path) -> dict[int, str]:
@@ -118,7 +112,7 @@ def test_a_damaged_newest_step_is_passed_over(whole: tuple[Path, hf_runs.Seen], 
     events: list[Event] = []
     train(tmp_path)
     for step in (4, 5):
-        damage(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
+        flip_a_bit(tmp_path / f"checkpoint-{step}" / "optimizer.pt")
     with pytest.raises(CheckpointError, match=r"optimizer\.pt: is damaged: CRC-32"):
         train(tmp_path, 9, str(tmp_path / "checkpoint-5"))
     assert train(tmp_path, 9, True, StepOptions(on_event=events.append)) == whole[1][2:]

@@ -16,6 +16,7 @@ from mcore_rlhf.demo.workers import WorkerPool
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
+from tests.helpers.damage import gone, zeroed
 from tests.helpers.one_key import keys_of, without_key
 from tests.reference.deepspeed_live import Live
 from tests.reference.deepspeed_matrix import Matrix, same
@@ -30,21 +31,13 @@ def matrix(deepspeed_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory)
     return Matrix(deepspeed_pool, tmp_path_factory.mktemp("restored"))
 
 
-def _gone(pattern: str) -> Callable[[Path], object]:
-    return lambda root: [path.unlink() for path in root.glob(pattern)]
-
-
-def _zeroed(pattern: str) -> Callable[[Path], object]:
-    return lambda root: [path.write_bytes(bytes(path.stat().st_size)) for path in root.glob(pattern)]
-
-
 CASES: dict[str, tuple[Callable[[Path], object], dict[str, Any], Setting, Setting]] = {
     "whole": (lambda root: None, {}, SAVED, SAVED),
     "whole, in stage 0": (lambda root: None, {}, Setting("plain", "fp32", 0, 1), Setting("plain", "fp32", 0, 1)),
-    "no optimizer's file": (_gone(f"*/{_OPTIM}"), {}, SAVED, SAVED),
-    "optimizer's file of zeros": (_zeroed(f"*/{_OPTIM}"), {}, SAVED, SAVED),
-    "no model's file": (_gone(f"*/{_MODEL}"), {}, SAVED, SAVED),
-    "model's file of zeros": (_zeroed(f"*/{_MODEL}"), {}, SAVED, SAVED),
+    "no optimizer's file": (gone(f"*/{_OPTIM}"), {}, SAVED, SAVED),
+    "optimizer's file of zeros": (zeroed(f"*/{_OPTIM}"), {}, SAVED, SAVED),
+    "no model's file": (gone(f"*/{_MODEL}"), {}, SAVED, SAVED),
+    "model's file of zeros": (zeroed(f"*/{_MODEL}"), {}, SAVED, SAVED),
     "without the optimizer": (lambda root: None, {"load_optimizer_states": False}, SAVED, SAVED),
     "without the scheduler": (lambda root: None, {"load_lr_scheduler_states": False}, SAVED, SAVED),
     "the model alone": (lambda root: None, {"load_module_only": True}, SAVED, SAVED),

@@ -20,6 +20,7 @@ from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
+from tests.helpers.damage import gone, zeroed
 from tests.reference.test_pretrain import PRETRAIN, Scripts, Seen, scripts, whole
 
 __all__ = ["scripts", "whole"]  # fixtures of the module that pretrains
@@ -28,21 +29,13 @@ FROM = 4
 Change = Callable[[Path], object]
 
 
-def _gone(pattern: str) -> Change:
-    return lambda root: [path.unlink() for path in root.glob(pattern)]
-
-
-def _zeroed(pattern: str) -> Change:
-    return lambda root: [path.write_bytes(bytes(path.stat().st_size)) for path in root.glob(pattern)]
-
-
 CASES: dict[str, tuple[Change, list[str]]] = {
     "whole": (lambda root: None, []),
-    "no tracker": (_gone("latest_checkpointed_iteration.txt"), []),
-    "no distributed optimizer": (_gone("iter_*/*/distrib_optim.pt"), []),
-    "distributed optimizer of zeros": (_zeroed("iter_*/*/distrib_optim.pt"), []),
-    "model of zeros": (_zeroed("iter_*/*/model_optim_rng.pt"), []),
-    "no model": (_gone("iter_*/*/model_optim_rng.pt"), []),
+    "no tracker": (gone("latest_checkpointed_iteration.txt"), []),
+    "no distributed optimizer": (gone("iter_*/*/distrib_optim.pt"), []),
+    "distributed optimizer of zeros": (zeroed("iter_*/*/distrib_optim.pt"), []),
+    "model of zeros": (zeroed("iter_*/*/model_optim_rng.pt"), []),
+    "no model": (gone("iter_*/*/model_optim_rng.pt"), []),
     "no_load_optim": (lambda root: None, ["--no-load-optim"]),
     "finetune": (lambda root: None, ["--finetune"]),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.manager.runs import listed_steps
+from tests.helpers.damage import flip_a_bit
 from tests.trainers.lab import PROJECT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -59,12 +60,6 @@ def runs(trainers: Path, tmp_path: Path) -> Runs:
     return Runs(trainers, tmp_path)
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_killed_and_gone_on_with(runs: Runs) -> None:
     alone = runs.seen("alone", "a")
     assert (runs.folder / "a" / SIX).is_file(), "Lightning's own is a file"
@@ -104,7 +99,7 @@ def test_killed_in_slurms_own_save_and_requeued(runs: Runs, monkeypatch: pytest.
 def test_a_damaged_step_is_passed_over_or_refused(runs: Runs) -> None:
     alone = runs.seen("whole", "a")
     for name in (SIX, "epoch=1-step=8.ckpt", TEN):
-        flip(runs.folder / "a" / name / "lightning.ckpt")
+        flip_a_bit(runs.folder / "a" / name / "lightning.ckpt")
     status, _, printed = runs("10", "a")
     assert status == 1
     assert "lightning.ckpt: is damaged: CRC-32" in printed
@@ -151,12 +146,12 @@ def test_two_ranks(runs: Runs) -> None:
     status, alone, printed = runs("alone", "a", 2)
     assert status == 0, printed[-3000:]
     assert [found["seen"] for found in runs("whole", "b", 2)[1]] == [found["seen"] for found in alone]
-    flip(runs.folder / "b" / TEN / "lightning.ckpt")
-    flip(runs.folder / "b" / "epoch=1-step=8.ckpt" / "lightning.ckpt")
+    flip_a_bit(runs.folder / "b" / TEN / "lightning.ckpt")
+    flip_a_bit(runs.folder / "b" / "epoch=1-step=8.ckpt" / "lightning.ckpt")
     status, found, printed = runs("resumed", "b", 2)
     assert status == 0, printed[-3000:]
     assert [one["seen"] for one in found] == [one["seen"][6:] for one in alone]
-    flip(runs.folder / "b" / SIX / "lightning.ckpt")
+    flip_a_bit(runs.folder / "b" / SIX / "lightning.ckpt")
     status, _, printed = runs("6", "b", 2)
     assert status == 1
     assert "failed on rank 0" in printed, "rank 1 is told, and does not wait"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.manager.runs import listed_steps
+from tests.helpers.damage import flip_a_bit
 from tests.trainers.lab import PROJECT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -73,12 +74,6 @@ def alone(runs: Runs) -> list[list[Any]]:
     return runs.losses("alone", "alone")[0]
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_worker_is_killed_and_ray_goes_on(runs: Runs, alone: list[list[Any]]) -> None:
     losses, said = runs.losses("killed", "killed")
     assert losses == [seen[4:] for seen in alone], "Ray started the workers anew, twice"
@@ -132,7 +127,7 @@ def test_a_damaged_step_is_passed_over(runs: Runs, alone: list[list[Any]]) -> No
     assert all("StepOptions.keep: Ray takes no run further" in one[0] for one in said)
     assert all("StepOptions.on_error='continue'" in one[0] for one in said)
     root = runs.folder / "call" / "run"
-    flip(root / "checkpoint_step_6" / "worker-1.pt")
+    flip_a_bit(root / "checkpoint_step_6" / "worker-1.pt")
     shutil.copytree(root.parent, runs.folder / "one")
     losses, said = runs.losses("resumed", "call")
     assert losses == [seen[4:] for seen in alone]

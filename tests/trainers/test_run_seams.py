@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.manager.runs import listed_steps
+from tests.helpers.damage import flip_a_bit
 from tests.trainers.lab import PROJECT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -48,12 +49,6 @@ def states(root: Path) -> dict[int, str]:
     return {step.step: step.state for step in listed_steps(root)}
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.parametrize("release", ["verl-0.9.1", "verl-0.7.0"])
 def test_verl(trainers: Path, tmp_path: Path, release: str) -> None:
     def verl(job: str, folder: Path) -> tuple[int, Any, str]:
@@ -71,7 +66,7 @@ def test_verl(trainers: Path, tmp_path: Path, release: str) -> None:
     status, resumed, said = verl("resumed", tmp_path / "b")
     assert resumed == alone[2:], said[-3000:]
     assert tracker.read_text() == "6"
-    flip(tmp_path / "b" / "global_step_6" / "actor" / "model_world_size_1_rank_0.pt")
+    flip_a_bit(tmp_path / "b" / "global_step_6" / "actor" / "model_world_size_1_rank_0.pt")
     status, resumed, said = verl("again", tmp_path / "b")
     assert resumed == alone[4:], said[-3000:]
     assert states(tmp_path / "b") == {4: "committed", 6: "committed"}
@@ -103,7 +98,7 @@ def test_nemo_rl(trainers: Path, tmp_path: Path) -> None:
     assert states(tmp_path / "run") == {1: "committed", 2: "committed", 4: "committed"}, (
         "keep_top_k is 2, and the newest"
     )
-    flip(tmp_path / "run" / "step_4" / "policy" / "weights" / "model.pt")
+    flip_a_bit(tmp_path / "run" / "step_4" / "policy" / "weights" / "model.pt")
     status, seen, said = nemo("again")
     assert (status, seen) == (0, ["step_2", "step_5"]), said[-3000:]
     assert "step_4 is not resumed from: damaged" in (tmp_path / "run" / "events.jsonl").read_text()
@@ -124,7 +119,7 @@ def test_megatron_bridge(trainers: Path, tmp_path: Path) -> None:
     assert (tmp_path / "b" / "latest_checkpointed_iteration.txt").read_text() == "2"
     status, resumed, said = bridge("resumed", "b")
     assert resumed == alone[2:], said[-3000:]
-    flip(next((tmp_path / "b" / "iter_0000006").glob("__0_0.distcp")))
+    flip_a_bit(next((tmp_path / "b" / "iter_0000006").glob("__0_0.distcp")))
     (tmp_path / "b" / "latest_train_state.pt").unlink()
     status, resumed, said = bridge("again", "b")
     assert resumed == alone[4:], said[-3000:]

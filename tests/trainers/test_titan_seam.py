@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.manager.runs import listed_steps
+from tests.helpers.damage import flip_a_bit
 
 PROJECT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -56,9 +57,7 @@ def test_killed_and_damaged_and_gone_on_with(trainers: Path, tmp_path: Path) -> 
     done, resumed = titan(trainers, "resumed", tmp_path / "c")
     assert resumed == [seen[3:] for seen in alone], done.stderr
     part = next((tmp_path / "c" / "checkpoint" / "step-7").glob("*.distcp"))
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
+    flip_a_bit(part)
     done, resumed = titan(trainers, "resumed", tmp_path / "c")
     assert resumed == [seen[6:] for seen in alone], done.stderr
     assert "step-7 is not resumed from: damaged:" in done.stderr

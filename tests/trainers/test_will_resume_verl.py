@@ -14,28 +14,21 @@ import torch
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
+from tests.helpers.damage import gone, zeroed
 from tests.trainers.test_verl import Lab, lab
 
 __all__ = ["lab"]  # a fixture
 Change = Callable[[Path], object]
 
 
-def _gone(pattern: str) -> Change:
-    return lambda actor: [path.unlink() for path in actor.glob(pattern)]
-
-
-def _zeroed(pattern: str) -> Change:
-    return lambda actor: [path.write_bytes(bytes(path.stat().st_size)) for path in actor.glob(pattern)]
-
-
 CASES: dict[str, tuple[Change, list[str] | None, int]] = {
     "whole": (lambda actor: None, None, 2),
-    "a rank's optimizer gone": (_gone("optim_*_rank_1.pt"), None, 2),
-    "a rank's rest gone": (_gone("extra_state_*_rank_1.pt"), None, 2),
-    "a rank's model of zeros": (_zeroed("model_*_rank_0.pt"), None, 2),
+    "a rank's optimizer gone": (gone("optim_*_rank_1.pt"), None, 2),
+    "a rank's rest gone": (gone("extra_state_*_rank_1.pt"), None, 2),
+    "a rank's model of zeros": (zeroed("model_*_rank_0.pt"), None, 2),
     "the optimizer not wanted": (lambda actor: None, ["model", "extra"], 2),
     "the rest not wanted": (lambda actor: None, ["model", "optimizer"], 2),
-    "the optimizer gone and not wanted": (_gone("optim_*"), ["model", "extra"], 2),
+    "the optimizer gone and not wanted": (gone("optim_*"), ["model", "extra"], 2),
     "by one rank": (lambda actor: None, None, 1),
 }
 

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
+from tests.helpers.damage import flip_a_bit
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "megatron"
 
@@ -77,14 +78,6 @@ def damaged(tp1: Path, tmp_path: Path) -> Path:
     shutil.copytree(tp1, copy)
     flip_a_bit(copy / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
     return copy
-
-
-def flip_a_bit(path: Path) -> None:
-    """Flip one bit in the middle of a file."""
-    path.chmod(0o644)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def everything_below(folder: Path) -> list[str]:

@@ -82,7 +82,7 @@ def test_verify_finds_a_target_that_is_wrong(
     cli: Cli, tp2pp2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is damaged between publishing and proving."""
-    from .conftest import flip_a_bit
+    from tests.helpers.damage import flip_a_bit
 
     honest = converting.convert
 

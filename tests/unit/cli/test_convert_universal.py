@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Cli, everything_below, flip_a_bit
+from tests.helpers.damage import flip_a_bit
+
+from .conftest import Cli, everything_below
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "deepspeed"
 

@@ -13,8 +13,9 @@ from mcore_rlhf.demo.cpu_megatron import import_megatron
 from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.manager.run import steps
 from tests.helpers.catalog_values import tensor_of
+from tests.helpers.damage import flip_a_bit
 
-from .conftest import GOLDENS, Cli, flip_a_bit
+from .conftest import GOLDENS, Cli
 
 VERL = GOLDENS.parent / "verl" / "fsdp1_ws2"
 

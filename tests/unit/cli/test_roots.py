@@ -12,10 +12,11 @@ import torch
 
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 
-from .conftest import GOLDENS, Cli, flip_a_bit
+from .conftest import GOLDENS, Cli
 
 
 def _genuine(folder: Path) -> Path:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.manager.run import retention, steps
+from tests.helpers.damage import flip_a_bit
 from tests.unit.manager.roots import make_step
 
-from .conftest import Cli, flip_a_bit
+from .conftest import Cli
 
 
 @pytest.fixture

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import Cli, flip_a_bit
+from tests.helpers.damage import flip_a_bit
+
+from .conftest import Cli
 
 
 @pytest.mark.parametrize(("option", "depth"), [([], "full"), (["--quick"], "quick"), (["--deep"], "deep")])

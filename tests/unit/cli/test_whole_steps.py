@@ -20,10 +20,11 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import adopt
 from mcore_rlhf.storage import patience
 from mcore_rlhf.storage.torchzip import archive
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.independent_reader import differences, read
 from tests.unit.manager.roots import make_step
 
-from .conftest import GOLDENS, Cli, flip_a_bit
+from .conftest import GOLDENS, Cli
 
 
 @pytest.fixture(scope="module")

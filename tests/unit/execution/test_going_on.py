@@ -22,6 +22,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.storage import record_file
 from mcore_rlhf.storage.notes import FileNotes
 from mcore_rlhf.storage.publish import LocalPublication
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.killed import begun, content, run, start
 
 TO = ("--tp", 1, "--pp", 4, "--workers", 1)
@@ -165,9 +166,7 @@ def test_a_source_that_was_changed_in_place_starts_anew(source: Path, tmp_path: 
     killed(source, target)
     file = max(source.rglob("*.pt"), key=lambda path: path.stat().st_size)
     before = file.stat()
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     code, _, stderr = run("convert", source, target, *TO, log=log)
     assert "not gone on with: it is of another source" in stderr
@@ -212,9 +211,7 @@ def test_a_finished_file_that_somebody_touched_is_made_again(source: Path, whole
     (staging,) = tmp_path.glob(".out.partial-*")
     name = begun_in(tmp_path)[0]
     before = (staging / name).stat()
-    data = bytearray((staging / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (staging / name).write_bytes(data)
+    flip_a_bit(staging / name)
     os.utime(staging / name, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert run("convert", source, target, *TO, log=log)[0] == 0
     assert name in begun(log)

@@ -16,6 +16,7 @@ from mcore_rlhf.manager import subject
 from mcore_rlhf.manager.convert_step import convert_step, finish_parts
 from mcore_rlhf.storage import parts
 from mcore_rlhf.storage.publish import LocalPublication
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.killed import begun, content, run, start
 
 TO = ("--tp", 4, "--pp", 1, "--no-fsync", "--workers", 1)
@@ -170,9 +171,7 @@ def test_a_byte_of_the_source_that_only_a_part_read_is_checked_when_they_are_joi
 ) -> None:
     source, target = Path(shutil.copytree(source, tmp_path / "run")), tmp_path / "out"
     file = max(source.rglob("*.pt"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     codes = [run("convert", source, target, *TO, "--part", f"{part}/2")[0] for part in (1, 2)]
     code, _, stderr = run("convert", source, target, *TO, "--finish")
     assert (code, target.exists()) == (1, False), stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.conversions import GOLDENS
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.killed import begun, content, run
 
 SOURCE = GOLDENS / "tp2pp2dp2_bf16_do"
@@ -59,8 +60,6 @@ def test_nobody_vouches_for_what_was_damaged_since_it_was_written(tmp_path: Path
     target = tmp_path / "out"
     assert run("convert", SOURCE, target, *TO, "--part", "1/1")[0] == 0
     file = max(tmp_path.glob(".out.parts-*/part-0001/**/*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     code, _, stderr = run("convert", SOURCE, target, *TO, "--finish")
     assert (code, f"{file.name}: is damaged" in stderr, target.exists()) == (1, True, False), stderr

@@ -22,6 +22,7 @@ from mcore_rlhf.storage.stored import Namespace
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import options
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.dist_reader import read_tensors
 from tests.reference.merge import bits_equal
 
@@ -94,9 +95,7 @@ def test_the_weights_alone_are_rounded(tmp_path: Path) -> None:
 def test_a_damaged_file_is_found(tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / "dp2_bf16", tmp_path / "root")
     file = tmp_path / "root" / "iter_0000002" / "__1_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     assert not verify(tmp_path / "root", ReadOptions(), Depth.DEEP).intact
     with pytest.raises(CheckpointError):
         converted(tmp_path / "root", tmp_path / "out", "megatron")

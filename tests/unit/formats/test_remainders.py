@@ -34,6 +34,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from mcore_rlhf.verify.differ import Differ
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.plain_load import plain_load
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "megatron_0_19" / "precisionaware_dp2_bf16_do"
@@ -140,9 +141,7 @@ def test_verifying_finds_a_step_with_remainders_intact_and_a_damaged_one_damaged
     assert found.intact, found.problems.found
     shutil.copytree(GOLDEN, tmp_path / "copy")
     file = tmp_path / "copy" / "iter_0000006" / "mp_rank_00" / "distrib_optim.pt"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(file)
     assert not verify(tmp_path / "copy", ReadOptions(), Depth.FULL).intact
 
 

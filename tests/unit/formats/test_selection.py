@@ -20,6 +20,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from tests.helpers.conversions import GOLDENS as MEGATRON
 from tests.helpers.conversions import options
+from tests.helpers.damage import flip_a_bit
 from tests.helpers.plain_load import plain_load
 from tests.helpers.universal_by_hand import adam, write
 
@@ -135,9 +136,7 @@ def test_nobody_reads_what_is_left_out(tmp_path: Path) -> None:
     source.mkdir()
     write(source, {"policy.weight": adam(64, 64), "value.weight": adam(64, 64, seed=1)})
     damaged = source / "global_step7_uni" / "zero" / "value.weight" / "fp32.pt"
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
+    flip_a_bit(damaged)
     wanted = replace(options(), to="universal")
     convert(source, tmp_path / "policy", replace(wanted, read=ReadOptions(only="policy")))
     with pytest.raises(Exception, match=r"value\.weight"):

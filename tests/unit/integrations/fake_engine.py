@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -78,11 +77,3 @@ def script(seed: int = 0) -> SimpleNamespace:
 
 def weights(one: SimpleNamespace) -> torch.Tensor:
     return one.model[0].weight.detach().clone()
-
-
-def save_state_pt(folder: Path, one: SimpleNamespace) -> None:
-    """A single model as the plain engine writes it, without a step around it."""
-    folder.mkdir(parents=True)
-    counters = {"args": {}, "further": {}}
-    state = {"model": one.model[0].state_dict(), "optimizer": one.optimizer.state_dict(), "counters": counters}
-    torch.save(state, folder / "state.pt")

@@ -27,6 +27,7 @@ from mcore_rlhf.manager.prove.metrics import MetricsComparer, read_lines
 from mcore_rlhf.manager.prove.places import root_of
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, crc_of_file
+from tests.helpers.damage import flip_a_bit
 from tests.unit.manager.roots import make_step
 
 # The command
@@ -325,9 +326,7 @@ def test_what_the_user_ignores_is_counted(tmp_path: Path) -> None:
 
 def test_a_damaged_step_is_not_compared(tmp_path: Path) -> None:
     a, b = (save_step(tmp_path / name, 1, {"x.pt": {"a": torch.ones(100)}}) for name in "AB")
-    data = bytearray((b / "x.pt").read_bytes())
-    data[len(data) // 2] ^= 1
-    (b / "x.pt").write_bytes(data)
+    flip_a_bit(b / "x.pt")
     with pytest.raises(CheckpointError, match="is damaged"):
         StepComparer((tmp_path / "A", tmp_path / "B")).compare(a, b)
 

@@ -27,6 +27,7 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.adopt import Adoption, adopt
 from mcore_rlhf.storage.manifest import check
 from mcore_rlhf.verify.checkpoint import Depth
+from tests.helpers.damage import flip_a_bit
 
 from .roots import make_step
 
@@ -104,14 +105,8 @@ def _model_file(folder: Path) -> Path:
     return folder / "critic" / "iter_0000002" / "mp_rank_00_001" / "model_optim_rng.pt"
 
 
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_flipped_bit_anywhere_in_a_model_is_refused(foreign: Path) -> None:
-    _flip(foreign / "actor" / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
+    flip_a_bit(foreign / "actor" / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
     _refused(foreign, Corrupt, "distrib_optim.pt")
 
 
@@ -126,7 +121,7 @@ def test_a_torn_file_is_refused(foreign: Path) -> None:
 
 
 def test_all_damaged_models_are_named(foreign: Path) -> None:
-    _flip(foreign / "actor" / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
+    flip_a_bit(foreign / "actor" / "iter_0000002" / "mp_rank_00" / "distrib_optim.pt")
     os.truncate(_model_file(foreign), 100)
     with pytest.raises(CheckpointError) as caught:
         adopt(foreign)
@@ -137,7 +132,7 @@ def test_all_damaged_models_are_named(foreign: Path) -> None:
 def test_a_flipped_bit_in_the_loaders_state_is_refused(foreign: Path) -> None:
     path = foreign / "data" / "data.pt"
     torch.save({"order": torch.arange(1 << 12)}, path)
-    _flip(path)
+    flip_a_bit(path)
     _refused(foreign, Corrupt, "data.pt")
 
 
