@@ -23,8 +23,6 @@ from mcore_rlhf.storage.record_file import StoredFile
 
 from .fsdp.state import random_states
 
-OWN_ARGUMENTS = "training_args.bin"
-"""The pickled arguments that transformers' Trainer was given; its loader does not look at them."""
 RankStates = Mapping[str, object]
 """The random states of a rank, by generator."""
 

@@ -21,7 +21,6 @@ from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
-from mcore_rlhf.families.trainer_files import OWN_ARGUMENTS
 from mcore_rlhf.formats.registry import is_model, open_without_manifest, roles_in
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
@@ -44,6 +43,8 @@ from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
 
+_OWN_ARGUMENTS = "training_args.bin"
+"""The pickled arguments that transformers' Trainer was given; its loader does not look at them."""
 _VERSION = re.compile(r"[0-9A-Za-z][\w.+-]{0,63}", re.ASCII)
 _DEPTH = 6
 """``optimizer_state_dict/base_optimizer_state/param_groups/0/params/0``."""
@@ -368,7 +369,7 @@ def _seen(
     named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
     near = {name: wrong_with(step.parent, name) or "" for name in named if is_there(step.parent / name)}
     held = held_by(place)
-    if OWN_ARGUMENTS in files:
+    if _OWN_ARGUMENTS in files:
         held = replace(held, args=_own_arguments(place))
     return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near)
 
@@ -376,7 +377,7 @@ def _seen(
 def _own_arguments(folder: ReadablePath) -> Mapping[str, object]:
     """What transformers' Trainer keeps of the arguments that it was given; nothing where that cannot be read."""
     with suppress(CheckpointError, OSError, ValueError):
-        kept = getattr(_tree_of(folder, OWN_ARGUMENTS), "stub_state", None)
+        kept = getattr(_tree_of(folder, _OWN_ARGUMENTS), "stub_state", None)
         return {key: value for key, value in kept.items() if isinstance(key, str)} if isinstance(kept, Mapping) else {}
     return {}
 

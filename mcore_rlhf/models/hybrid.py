@@ -7,7 +7,7 @@ Sources: megatron-core 0.19.2, ``models/hybrid/hybrid_layer_allocation.py`` (``S
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, shown
@@ -15,18 +15,28 @@ from mcore_rlhf.errors import LayoutMismatch, Unsupported, shown
 from .meaning.bounds import MOST_LETTERS
 from .spec import Partition
 
-LAYER_KINDS = {
+_KINDS = {
     "M": "Mamba", "G": "gated delta net", "*": "attention", "D": "sparse attention", "+": "latent attention",
     "-": "feed-forward", "E": "experts",
 }  # fmt: skip
 """What a symbol of the pattern stands for."""
 STAGE, NEXT_TOKENS = "|", "/"
 
-LAYER_MARKS = {
+_MARKS = {
     "M": ".mixer.", "G": ".self_attention.in_proj.", "*": ".self_attention.linear_qkv.", "D": ".self_attention.",
     "+": ".self_attention.", "-": ".mlp.linear_fc1.", "E": ".mlp.router.",
 }  # fmt: skip
 """What the names of such a layer's parameters have in them."""
+
+
+def unlike(symbol: str, names: Iterable[str]) -> str:
+    """What a layer is by the pattern's symbol, where the names of its parameters say otherwise; empty where they agree.
+
+    Args:
+        symbol: One of the pattern's.
+        names: Of the layer's parameters.
+    """
+    return "" if any(_MARKS[symbol] in name for name in names) else _KINDS[symbol]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +61,9 @@ class Pattern:
         if len(text) > MOST_LETTERS:
             raise Unsupported(f"hybrid_layer_pattern {shown(text)}: more than {MOST_LETTERS:,} letters")
         main, slash, rest = text.partition(NEXT_TOKENS)
-        strange = sorted(set(main + rest) - set(LAYER_KINDS) - {STAGE, NEXT_TOKENS})
+        strange = sorted(set(main + rest) - set(_KINDS) - {STAGE, NEXT_TOKENS})
         if strange:
-            known = ", ".join(f"{symbol} {kind}" for symbol, kind in LAYER_KINDS.items())
+            known = ", ".join(f"{symbol} {kind}" for symbol, kind in _KINDS.items())
             raise Unsupported(
                 f"hybrid_layer_pattern {shown(text)}: unknown {' '.join(strange[:20])}; known are {known}, | and /"
             )

@@ -10,7 +10,7 @@ from mcore_rlhf.core.facts import Fate, Rule, Values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems
 from mcore_rlhf.layouts.parallel import ParallelConfig, least_dp
 from mcore_rlhf.layouts.pipeline import ModelChunk, PipelineSplit, model_chunks
-from mcore_rlhf.models.hybrid import LAYER_KINDS, LAYER_MARKS, Pattern, since_0_19
+from mcore_rlhf.models.hybrid import Pattern, since_0_19, unlike
 from mcore_rlhf.models.meaning.bounds import check_sizes
 from mcore_rlhf.models.megatron import EMBEDDING, layer_of, second_matrix
 from mcore_rlhf.models.spec import ModelSpec
@@ -379,10 +379,10 @@ def _check_pattern(pattern: Pattern, file: str, model: ModelSpec, problems: Prob
             names.setdefault(layer, []).append(spec.name)
     for layer, symbol in enumerate(pattern.layers):
         mine = names.get(layer, [])
-        if not any(LAYER_MARKS[symbol] in name for name in mine):
+        if kind := unlike(symbol, mine):
             problems.add(
                 LayoutMismatch,
-                f"decoder layer {layer} has {', '.join(mine[:2])} …, but the pattern {pattern} in {file} calls it {LAYER_KINDS[symbol]}",
+                f"decoder layer {layer} has {', '.join(mine[:2])} …, but the pattern {pattern} in {file} calls it {kind}",
             )
 
 
