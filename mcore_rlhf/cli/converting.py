@@ -296,17 +296,19 @@ def _proofs(job: ConversionJob, done: StepJob, progress: Progress) -> dict[str, 
     assert done.published is not None
     folder = done.published
     models = {role: folder if done.source.alone else folder / done.places[role] for role in done.jobs}
-    return {role: _prove(job, planned, models[role], progress) for role, planned in done.jobs.items()}
+    together = len({*models.values()}) < len(models)  # in one folder, as accelerate has them
+    asked = {role: role if together else job.options.read.role for role in models}
+    return {role: _prove(job, planned, models[role], asked[role], progress) for role, planned in done.jobs.items()}
 
 
-def _prove(job: ConversionJob, done: Job, target: ReadablePath, progress: Progress) -> Facts:
+def _prove(job: ConversionJob, done: Job, target: ReadablePath, role: str | None, progress: Progress) -> Facts:
     """Verify the target and compare it with the source.
 
     Returns:
         ``verify``, ``diff`` (null where the target could not be opened) and ``proved``.
     """
     options = job.options.read
-    reading = ReadOptions(options.role, rules=options.rules, stubs=options.stubs, vocab_size=options.vocab_size)
+    reading = ReadOptions(role, rules=options.rules, stubs=options.stubs, vocab_size=options.vocab_size)
     verdict = verify_facts(target, reading, Depth.DEEP, job.options.workers, progress)
     diff = (
         compare_converted(done.seen or done.source, open_checkpoint(target, reading), progress)

@@ -97,6 +97,8 @@ class ModuleState(Family):
         rng: Each rank's random states, by generator, of a run of transformers' Trainer or accelerate.
         beside: Whose files of schedule and random states lie beside its tag; None for a run that is DeepSpeed's alone.
         spelled: What the module of a run calls tensors that its class calls otherwise: one that ``torch.compile`` wrapped.
+        place: The folder for what is this model's alone, with a ``/`` at the end, where it is a further one of several in a step's files;
+            empty for all others.
     """
 
     names: ClassVar[str] = "module"
@@ -122,6 +124,7 @@ class ModuleState(Family):
     rng: tuple[RankStates, ...] = ()
     beside: RunFiles | None = None
     spelled: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
 
     @property
     def fsdp(self) -> int:

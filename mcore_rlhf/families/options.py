@@ -74,6 +74,7 @@ class RunOf:
         strategy: What its rank files say of their strategy; empty where they do not.
         beside: What is called how beside the tag of DeepSpeed's files; None where nothing lies there.
         shift: What is added to the source's iteration, where one of the two trainers has numbered it from 0.
+        number: Which of several models it is whose files lie in one folder, from 0.
     """
 
     name: str = ""
@@ -86,6 +87,7 @@ class RunOf:
     strategy: str = ""
     beside: RunFiles | None = None
     shift: int = 0
+    number: int = 0
 
     @property
     def adapted(self) -> bool:

@@ -212,6 +212,7 @@ _OF_MODULE = frozenset(item.name for item in fields(ModuleState)) - {
     "rng",
     "beside",
     "spelled",
+    "place",
 }
 """Keys of the file that are fields of a part. What two of a module's others say waits in ``origin``, or is of one format's files."""
 

@@ -179,6 +179,15 @@ def numbered(number: int) -> str:
     return f"_{number}" if number else ""
 
 
+def place_of_model(number: int) -> str:
+    """The folder for what accelerate's files have no place for and is of one of several models alone: its description, what we keep.
+
+    Args:
+        number: Which, from 0; what is the first's lies at the top, as where there is one.
+    """
+    return f"mcore_rlhf/model{numbered(number)}/" if number else ""
+
+
 def of_ranks(count: int) -> str:
     """How many they are, in words."""
     return "1 rank" if count == 1 else f"{count} ranks"

@@ -254,11 +254,12 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
         yield Item(Kind.FILE, file.path), Said(Fate.KEPT, "") if kept else Said(Fate.LOST, f"{file.path}: {why}")
     if opened.carried is None:
         return
+    inner = opened.carried.inner and f"{opened.carried.inner}/"
     for file in opened.carried.found:
         item = Item(Kind.FILE, file.path)
         if opened.carried.folder / file.path in taken:
             yield item, Said(Fate.KEPT, "")
-        elif file.path in _ITEMIZED or file.path in target.texts:
+        elif file.path.removeprefix(inner) in _ITEMIZED or file.path in target.texts:
             yield item, Said(Fate.DERIVED, "written anew, from what it says")
         else:
             again = _AGAIN.fullmatch(file.path.rpartition("/")[2])

@@ -67,14 +67,16 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         source = _with_trainers(source, stubs)
     source = source if known is not None and known.own_sidecar else _with_origin(source, stubs)
     if known is not None and known.model_folder:
-        opened = {file.path for file in source.files} - {CONFIG}
+        family = ModuleState.of(source)
+        place = "" if family is None else family.place  # of a further model, which the description at the top is not of
+        opened = {file.path for file in source.files} - {f"{place}{CONFIG}"} | ({CONFIG} if place else set())
         found = leftovers(source.root, opened, stubs)
         if source.optimizer is None:
             source.notes.through([_BESIDE], [item.path for item in found if of_trainer(item.path) == OPTIMIZER])
         inner = (
             DESCRIBED if (source.root / DESCRIBED / CONFIG).is_file() and not (source.root / CONFIG).is_file() else ""
         )
-        return replace(source, carried=Carried(source.root, found, of_model=True, inner=inner))
+        return replace(source, carried=Carried(source.root, found, of_model=True, inner=place.rstrip("/") or inner))
     tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
     folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, DESCRIBED, *tokenizer))
     if folder is not None:

@@ -27,7 +27,7 @@ from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
 from mcore_rlhf.storage.patience import is_there
-from mcore_rlhf.storage.publish import LocalPublication
+from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from mcore_rlhf.trainers.known import trainer_named
@@ -124,11 +124,15 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     left_out = [role for role in source.models if role and role not in step.models]
     around = Beside() if trainer is None else beside(step, trainer, left_out)
     problems, jobs = _unfit_values(step), {}
-    for role, folder in step.models.items():
+    for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
         wanted_of = _nothing if asked is None else partial(values_of, around, asked)
         try:
             reading = replace(like_of(options, role), read=step.reading(role))
+            if trainer is not None and trainer.several:
+                reading = replace(
+                    reading, write=replace(reading.write, run_of=replace(reading.write.run_of, number=number))
+                )
             jobs[role] = prepare(folder, reading, by_parts=by_parts, wanted_of=wanted_of)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
@@ -200,7 +204,7 @@ def _unlisted(source: Subject) -> list[str]:
     """Files beside the models that the step's manifest does not know: somebody put them there after it was committed."""
     if source.manifest is None:
         return []
-    known = (*source.models, steps.MANIFEST, NOTE)
+    known = (*source.models, steps.MANIFEST, MANIFEST_NAME, NOTE)
     names = (name for name in files_below(source.folder, refused) if name.partition("/")[0] not in known)
     return [name for name in names if name not in source.manifest.files]
 

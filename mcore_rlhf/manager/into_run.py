@@ -19,7 +19,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, Writ
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS
 from mcore_rlhf.formats.base import Target
-from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint
+from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in
 from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.reading import read_bytes
@@ -171,7 +171,12 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     """
     source = as_whole(source)
     if not source.alone:
-        models = {role: folder for role, folder in source.models.items() if trainer.place_of(role) is not None}
+        like = None if options.write.like is None else checkpoint_path(Path(options.write.like).expanduser())
+        shown = (
+            roles_in(like) if like is not None and trainer.several and like.is_dir() else []
+        )  # by number, as the run has them
+        roles = sorted(source.models, key=lambda role: shown.index(role) if role in shown else len(shown))
+        models = {role: source.models[role] for role in roles if trainer.takes(role, options.to)}
         models = models or ({**source.models} if trainer.is_iteration and len(source.models) == 1 else {})
         if not models:
             raise UsageError(
@@ -180,7 +185,7 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
         return replace(source, models=models)
     ((name, folder),) = source.models.items()
     role = name or next(iter(trainer.roles))
-    if trainer.place_of(role) is None and not trainer.is_iteration:  # whose folder is of any one model
+    if not trainer.takes(role, options.to) and not trainer.is_iteration:  # whose folder is of any one model
         raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
     step = open_checkpoint(folder, replace(source.options, optimizer=False)).state.iteration
     if not step:  # where nothing else says it, the optimizer counts the steps

@@ -6,6 +6,7 @@ In the root of a run, which step that is where none was named, and what that pas
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +15,7 @@ from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem,
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.formats.registry import format_at, is_model, models_in, require_folder, roles_in
+from mcore_rlhf.formats.registry import format_at, is_model, models_in, open_checkpoint, require_folder, roles_in
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath, files_below, refused
@@ -423,8 +424,18 @@ def _of_trainer(step: TrainerStep, options: ReadOptions) -> Subject | None:
 def _of_roles(folder: ReadablePath, options: ReadOptions, number: int = 0) -> Subject | None:
     """A folder whose format says that it has several models; None where it has one."""
     roles = roles_in(folder)
-    step = number or named_step(folder) or 0
-    return Subject(folder, dict.fromkeys(roles, folder), options, step) if len(roles) > 1 else None
+    if len(roles) < 2:
+        return None
+    manifest = Manifest.read(folder / MANIFEST_NAME) if is_there(folder / MANIFEST_NAME) else None
+    step = named_step(folder) or _iteration(folder, replace(options, role=roles[0])) or number
+    return Subject(folder, dict.fromkeys(roles, folder), options, step, manifest)
+
+
+def _iteration(folder: ReadablePath, options: ReadOptions) -> int:
+    """What a model says that it is of; whoever opens it hears why it cannot be read."""
+    with suppress(CheckpointError):
+        return open_checkpoint(folder, options, partial=True).state.iteration
+    return 0
 
 
 def as_whole(source: Subject) -> Subject:

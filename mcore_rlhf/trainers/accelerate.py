@@ -16,5 +16,6 @@ TRAINER = Trainer(
     resumes="named",
     formats=("hf-accelerate", "deepspeed"),
     tag="pytorch_model",
+    several="hf-accelerate",
     told='accelerator.load_state("{path}")',
 )

@@ -87,6 +87,7 @@ class Trainer:
         megatrons: Where in a model's place Megatron's own folder is; empty where it is that place itself.
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
         ahead: How many more steps are done than the number of a step says, which is Megatron's iteration: it counts from 0.
+        several: The format in which a step's folder has models of any roles, by numbers in the names of their files; empty elsewhere.
         told: How it is told to go on, with ``{root}``, ``{step}`` and ``{path}``.
     """
 
@@ -124,6 +125,7 @@ class Trainer:
     megatrons: str = ""
     counts: bool = True
     ahead: int = 0
+    several: str = ""
     told: str = ""
 
     @property
@@ -164,6 +166,15 @@ class Trainer:
         if role not in self.roles:
             return None
         return f"{self.roles[role][0]}/{self.megatrons}".rstrip("/") if megatron else self.roles[role][0]
+
+    def takes(self, role: str, to: str) -> bool:
+        """Whether it has models of a role, in a format.
+
+        Args:
+            role: The role.
+            to: The format.
+        """
+        return role in self.roles or (bool(self.several) and self.several == to)
 
     def parts_like(self, like: ReadablePath | None) -> DistParts | None:
         """Where a model in ``torch_dist`` has its parts, as one that the run saved shows it; None where they are one folder.

@@ -14,10 +14,12 @@ from click.testing import CliRunner
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import convert
 from mcore_rlhf.errors import Corrupt, Incomplete, StorageError, Unsupported
-from mcore_rlhf.families.options import ConvertOptions, WriteOptions
+from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.integrations.accelerate_state import CommittedState, StepOptions, TagOptions, attach
+from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run.retention import KeepBest, KeepLast, Retention
 from mcore_rlhf.manager.runs import listed_steps
+from mcore_rlhf.manager.subject import find
 from tests.reference.forked_ranks import ForkedRanks
 from tests.trainers import hf_runs
 
@@ -180,3 +182,16 @@ def test_two_ranks_with_deepspeed_go_on_from_what_we_write(forked_ranks: ForkedR
         whole = json.loads((tmp_path / f"save-{rank}.json").read_text())
         assert json.loads((written / f"load-{rank}.json").read_text()) == whole[3:]
         assert len({tuple(step[3:6]) for step in whole}) == LAST
+
+
+def test_two_ranks_go_on_with_two_models_that_we_wrote(forked_ranks: ForkedRanks, tmp_path: Path) -> None:
+    """Each rank finds its random states, and the schedules have counted once for every rank, as accelerate's do."""
+    saved, job = tmp_path / "step_2", "tests.reference.accelerate_several"
+    whole = json.loads(forked_ranks.run(2, job, "save", str(saved)))
+    source = saved
+    for to, like in (("dcp", None), ("accelerate", str(saved))):
+        options = ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(like=like))
+        source = convert_step(find(source, ReadOptions()), tmp_path / to, options).published
+    written = tmp_path / "accelerate" / "checkpoint_2"
+    assert {*(path.name for path in saved.iterdir())} < {*(path.name for path in written.iterdir())}
+    assert json.loads(forked_ranks.run(2, job, "resume", str(written))) == whole[2:]

@@ -23,7 +23,7 @@ from mcore_rlhf.convert import ConvertOptions, Job, convert
 from mcore_rlhf.errors import CheckpointError, Unportable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.manager.convert_step import prepare_step
+from mcore_rlhf.manager.convert_step import convert_step, prepare_step
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.models.spec import Rule, Rules
@@ -39,6 +39,7 @@ from tests.trainers.hf_runs import (
     actor_and_critic,
     adapted,
     compiled,
+    critic,
     model,
     train,
 )
@@ -219,6 +220,60 @@ def test_accelerate_goes_on_with_each_of_two_models_that_it_saved_together(role:
         for thing in of
     }
     assert restored[Thing.SCHEDULER] is restored[Thing.OPTIMIZER] is Outcome.RESTORED
+
+
+@pytest.mark.parametrize("of", [("actor", "critic"), ("critic", "actor")], ids="-".join)
+def test_accelerate_goes_on_with_two_models_that_we_wrote_together(of: tuple[str, str], tmp_path: Path) -> None:
+    """``load_state`` counts models, optimizers and schedules by number; random states are the process's. The second was left out."""
+    saved = tmp_path / "step_2"
+    whole = actor_and_critic(save=saved, of=of)
+
+    def into(source: Path, to: str, **write: Any) -> Path:
+        options = ConvertOptions(to=to, fsync=False, workers=1, write=WriteOptions(**write))
+        done = convert_step(find(source, ReadOptions()), tmp_path / f"{source.name}-{to}", options)
+        assert {*done.jobs} == {*of}
+        return Path(str(done.published))
+
+    again = into(saved, "accelerate")
+    assert actor_and_critic(resume=again, of=of) == whole[HALF:]
+    back = into(
+        into(again, "dcp"), "accelerate", like=str(saved)
+    )  # which knows no numbers: those of the run that goes on
+    assert actor_and_critic(resume=back, of=of) == whole[HALF:]
+    assert all(verify(back, ReadOptions(role=role)).intact for role in of)
+
+
+def test_roles_and_descriptions_of_several_models_come_back(tmp_path: Path) -> None:
+    """No file of accelerate's says them: the manifest does, and what is a further model's alone has a folder of its own."""
+    saved, mine = tmp_path / "step_2", tmp_path / "mine" / "global_step_2"
+    actor_and_critic(save=saved)
+    for role, at in (("actor", "actor"), ("critic", "value")):
+        told = ConvertOptions(to="hf-accelerate", fsync=False, workers=1, read=ReadOptions(role=role))
+        convert(saved, mine / at, told)
+        (mine / at / "mcore_rlhf.json").unlink()
+        (mine / at / "added_tokens.json").write_text(json.dumps({f"<{at}>": 1}))
+        made = critic(1) if at == "value" else model(1, tie_word_embeddings=False)
+        made.config.save_pretrained(mine / at)
+    written, back = tmp_path / "written", tmp_path / "back"
+    done = convert_step(find(mine.parent, ReadOptions()), written, ConvertOptions(to="accelerate", fsync=False))
+    assert done.jobs["value"].account.lost == [
+        "rng: a process has one state of each generator, and gets that of the first model"
+    ]
+    done = convert_step(find(written, ReadOptions()), back, ConvertOptions(to="hf-accelerate", fsync=False))
+    assert done.lossless
+    for at in ("actor", "value"):
+        for name in ("config.json", "added_tokens.json"):
+            before, after = ((root / at / name).read_text() for root in (mine, back / "global_step_2"))
+            differing = {"dtype", "torch_dtype"}
+            assert all(
+                value == json.loads(before)[key] for key, value in json.loads(after).items() if key not in differing
+            )
+
+
+def test_accelerate_looks_for_one_file_of_weights(tmp_path: Path) -> None:
+    """Its ``load_state`` reads no index: several files were written, of which it found none."""
+    with pytest.raises(UsageError, match="--max-shard-size: accelerate's load_state"):
+        to(ACCELERATE, tmp_path / "out", "hf-accelerate", max_shard_size=4096)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class HuggingFaceFormat(Format):
         """Describe a new folder."""
         from .writer import hf_target
 
-        return hf_target(source, options)
+        return hf_target(source, options, self.number)
 
 
 FORMAT: Format = HuggingFaceFormat()

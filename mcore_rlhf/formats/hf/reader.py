@@ -18,7 +18,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS, split_parts, split_role
 from mcore_rlhf.families.sidecar import STATE, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source, TrainingState
-from mcore_rlhf.families.trainer_files import ACCELERATE
+from mcore_rlhf.families.trainer_files import ACCELERATE, place_of_model
 from mcore_rlhf.formats.checksums import listed_at
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import method_of
@@ -51,7 +51,7 @@ def read_hf(path: ReadablePath, options: ReadOptions, number: int = 0) -> Source
     Args:
         path: The folder with the weights.
         options: Which stubs; whether the optimizer that we kept there is read.
-        number: Which of several models; of none but the first ``config.json`` speaks.
+        number: Which of several models; of none but the first ``config.json`` at the top speaks.
 
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
@@ -62,12 +62,15 @@ def read_hf(path: ReadablePath, options: ReadOptions, number: int = 0) -> Source
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"
         )
-    config = {} if number else read_own_config(path) or read_own_config(path / DESCRIBED)
+    place = place_of_model(number)
+    own = path / place if place else path
+    config = read_own_config(own) or read_own_config(own / DESCRIBED)
     beside = _beside(path, options)
-    refuse_other_file(config, str(path / CONFIG))
+    refuse_other_file(config, str(own / CONFIG))
     weights = read_parts(path) if found is None else read_series(path, *found, options.stubs)
-    sidecar, unread = _sidecar(path, options)
-    return _FolderReader(path, options, config, weights, sidecar, _step(path), found is None, beside, unread).source()
+    sidecar, unread = _sidecar(own, options)
+    reading = _FolderReader(path, options, config, weights, sidecar, _step(path), found is None, beside, unread, place)
+    return reading.source()
 
 
 def _beside(path: ReadablePath, options: ReadOptions) -> Sequence[str]:
@@ -125,6 +128,7 @@ class _FolderReader:
     pieces: bool
     beside: Sequence[str]
     unread: str
+    place: str = ""
     states: dict[str, Series] = field(default_factory=dict)
     twice: Mapping[str, str] = field(default_factory=dict)
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -307,15 +311,17 @@ class _FolderReader:
                 shared=shared,
                 config=self.config,
                 spelled=self.spelled,
+                place=self.place,
             )
-        return replace(self.sidecar.module, shared=shared, config=self.config, spelled=self.spelled)
+        module = self.sidecar.module
+        return replace(module, shared=shared, config=self.config, spelled=self.spelled, place=self.place)
 
     def _files(self) -> list[StoredFile]:
         """All files that matter."""
         files = [*self.weights.files, *(file for series in self.states.values() for file in series.files)]
-        if (self.path / CONFIG).is_file():
-            files.append(StoredFile.at(self.path, CONFIG))
-        return [*files, *sidecar_files(self.path)]
+        if (self.path / (config := f"{self.place}{CONFIG}")).is_file():
+            files.append(StoredFile.at(self.path, config))
+        return [*files, *sidecar_files(self.path, self.place)]
 
 
 _COMPILED = re.compile(r"(?<![^.])_orig_mod\.")

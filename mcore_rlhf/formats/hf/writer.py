@@ -30,6 +30,7 @@ from mcore_rlhf.families.module import ModuleState, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Source, TrainingState
+from mcore_rlhf.families.trainer_files import numbered
 from mcore_rlhf.formats.base import Target, TargetFile
 from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -72,12 +73,13 @@ _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
-def hf_target(source: Source, options: WriteOptions) -> Target:
+def hf_target(source: Source, options: WriteOptions, number: int = 0) -> Target:
     """Describe the Hugging Face folder that holds what a source under a module's own names has.
 
     Args:
         source: An opened checkpoint.
         options: What the user asked for.
+        number: Which of several models in it.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
@@ -85,9 +87,8 @@ def hf_target(source: Source, options: WriteOptions) -> Target:
     module = ModuleState.needed(source, "hf")
     _refuse_options(source, options)
     config, where = _config(source, module, options)
-    return _FolderTarget(
-        source, module, options, config, where, Weights(source, module, options, bool(config))
-    ).target()
+    weights = Weights(source, module, options, bool(config))
+    return _FolderTarget(source, module, options, config, where, weights, numbered(number)).target()
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
@@ -132,6 +133,7 @@ class _FolderTarget:
     config: Mapping[str, object]
     where: str
     weights: Weights
+    numbered: str = ""
     beside: dict[str, ReadablePath] = field(default_factory=dict)
     changes: list[Values] = field(default_factory=list)
     unheld: list[str] = field(default_factory=list)
@@ -157,7 +159,7 @@ class _FolderTarget:
         if not self.parts:
             raise Incomplete(f"{self.source.root}: has no weights, of which a Hugging Face folder is made")
         texts: dict[str, str | bytes] = {}
-        stem = MODEL_STEM[SAFETENSORS]
+        stem = MODEL_STEM[SAFETENSORS] + self.numbered
         files = self._pieces(self.parts) if self.options.pieces else self._series(self.parts, stem, texts)
         self.beside = self._beside()
         texts.update(self._generates())

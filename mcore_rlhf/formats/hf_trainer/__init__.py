@@ -10,6 +10,7 @@ DeepSpeed's tag :mod:`..deepspeed`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -17,6 +18,8 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import RunFiles
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
+
+from .files import OneModel
 
 
 class HfRunFormat(Format):
@@ -73,4 +76,18 @@ class HfRunFormat(Format):
         """Describe a new checkpoint."""
         from .writer import run_target
 
-        return run_target(source, options, self.files, self.weights)
+        number = options.run_of.number
+        return run_target(
+            source, options, self._model(number), self._model(self._shown(options.like, source.role, number))
+        )
+
+    def _model(self, number: int) -> OneModel:
+        if not number or self.numbered is None:
+            return OneModel(self.files, self.weights)
+        return OneModel(self.files.of_model(number), (self.numbered(number), *self.weights[1:]), number)
+
+    def _shown(self, like: str | None, role: str, number: int) -> int:
+        """Which model of the step that shows how the run is has a role; the one of the same number where none has it."""
+        folder = Path(like or "").expanduser()
+        roles = [*self.roles(folder)] if like is not None and folder.is_dir() else []
+        return roles.index(role) if role in roles else number

@@ -4,17 +4,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup
-from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
+from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS, RunFiles
+from mcore_rlhf.formats.base import Format
 
 SCALER = "scaler.pt"
 """Of both: torch's ``GradScaler``."""
 ALIKE = (TRANSFORMERS.format, ACCELERATE.format)
 """Formats whose files have the same places."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """A model of a step, which may have several.
+
+    Args:
+        files: What the files beside its weights are called.
+        weights: The formats that these may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
+        number: Which it is, from 0.
+    """
+
+    files: RunFiles
+    weights: Sequence[Format]
+    number: int = 0
 
 
 @dataclass(slots=True)
@@ -26,9 +42,11 @@ class HfRunState(ModuleState):
         groups: The param groups as the file deals them; those of the source may be of another format that it was made of.
         schedule: The scheduler as the file has it; the same holds.
         within: What the weights' own format keeps besides; None where that is of no use to it.
+        together: Whether it is one of several models of a step, which have one process's random states.
     """
 
     groups: tuple[ParamGroup, ...] = ()
     schedule: Mapping[str, object] = field(default_factory=dict)
     within: ModuleState | None = None
     scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    together: bool = False

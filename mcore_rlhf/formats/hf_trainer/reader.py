@@ -57,7 +57,7 @@ def read_run(
     source = weights.read(path, options if own else replace(options, optimizer=False))
     if not (own or several or not options.optimizer):
         _refuse_second(path / files.of_model(1).optimizer)
-    return _RunReader(path, options, files, source, own).source()
+    return _RunReader(path, options, files, source, own, several).source()
 
 
 def _refuse_second(second: ReadablePath) -> None:
@@ -78,6 +78,7 @@ class _RunReader:
     files: RunFiles
     weights: Source
     own: bool = False
+    several: bool = False
     notes: Report = field(default_factory=Report)
     unplaced: Unplaced = field(default_factory=Unplaced)
     stored: list[StoredFile] = field(default_factory=list)
@@ -106,7 +107,9 @@ class _RunReader:
         shared = {item.name: getattr(family, item.name) for item in fields(ModuleState)} | own
         scalars = {} if optimizer is None else optimizer.collected.scalars
         within = family if self.own else None
-        run = HfRunState(**shared, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within)
+        run = HfRunState(
+            **shared, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within, together=self.several
+        )
         return replace(
             source,
             format=self.files.format,
@@ -229,7 +232,8 @@ class _RunReader:
 
     def _sidecar(self) -> Sidecar | None:
         """What we kept beside."""
-        return Sidecar.kept(self.path, self.options.stubs, self.notes)
+        place = ModuleState.needed(self.weights).place
+        return Sidecar.kept(self.path / place if place else self.path, self.options.stubs, self.notes)
 
     def _training(
         self, iteration: int, counters: Mapping[str, object], scheduler: object, groups: tuple[ParamGroup, ...], sidecar: Sidecar | None

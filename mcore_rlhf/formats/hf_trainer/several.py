@@ -9,20 +9,25 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.sidecar import sidecar_files
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.families.trainer_files import RunFiles, numbered
+from mcore_rlhf.families.trainer_files import ACCELERATE, RunFiles, numbered, place_of_model
 from mcore_rlhf.formats.base import Format
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.formats.checksums import listed_at
+from mcore_rlhf.storage.paths import ReadablePath, absolute, files_below
 from mcore_rlhf.storage.record_file import StoredFile
 
 from .reader import read_run
 
 _MODEL = re.compile(r"(?:model|pytorch_model)_([1-9]\d?)\.(?:safetensors|bin)")
 _OPTIMIZER = re.compile(r"optimizer_([1-9]\d?)\.bin")
+_WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
+_TOLD = ("st_size", "st_mtime_ns", "version")
 _HEADS = ("score.weight", "v_head.weight", "v_head.summary.weight")
 ACTOR, CRITIC = "actor", "critic"
 Numbered = Callable[[int], Format]
@@ -37,25 +42,53 @@ def _count(path: ReadablePath, names: re.Pattern[str]) -> int:
 def roles_of_models(path: ReadablePath, weights: Numbered) -> list[str]:
     """Whose models a folder has, in the order of their numbers; none where it has one.
 
-    A critic has a value head. Where two would be called alike, the second and all further ones are called by their numbers.
+    Our manifest says whose, where it is there. Else a critic has a value head, and where two would be called alike, the second and all
+    further ones are called by their numbers.
 
     Args:
         path: The folder.
         weights: Gives the format of the weights of a number.
     """
-    count, roles = _count(path, _MODEL), list[str]()
-    for number in range(count if count > 1 else 0):
-        role = CRITIC if _has_value_head(path, weights(number)) else ACTOR
+    count = _count(path, _MODEL)
+    if count == 1:
+        return []
+    if len(said := _written_as(path)) == count:
+        return said
+    roles = list[str]()
+    for number in range(count):
+        role = CRITIC if _has_value_head(path, number, weights) else ACTOR
         roles.append(role if role not in roles else f"model_{number}")
     return roles
 
 
-def _has_value_head(path: ReadablePath, weights: Format) -> bool:
+def _written_as(path: ReadablePath) -> list[str]:
+    """The roles that our manifest gives the models of a folder, in the order of their numbers; none where it says none."""
     try:
-        source = weights.read(path, ReadOptions(optimizer=False))
+        listed = listed_at(path)
+    except CheckpointError:  # who opens it hears why
+        return []
+    parts = listed.manifest.parts if listed is not None and listed.file.parent == absolute(path) else ()
+    said = [
+        role for part in parts if isinstance(role := part.get("role"), str) and part.get("format") == ACCELERATE.format
+    ]
+    return said if len({*said}) == len(said) else []
+
+
+def _has_value_head(path: ReadablePath, number: int, weights: Numbered) -> bool:
+    """Whether one of them has a value head; its file is looked into once, however often somebody asks."""
+    files = [path / f"{stem}{numbered(number)}.{end}" for stem, end in _WEIGHTS]
+    told = [repr([getattr(file.stat(), name, 0) for name in _TOLD]) for file in files if file.is_file()]
+    try:
+        return _is_headed(path, number, weights, tuple(told))
     except CheckpointError:  # who opens it hears why
         return False
-    return any(spec.name.endswith(_HEADS) for spec in source.model.params)
+
+
+@lru_cache(maxsize=128)
+def _is_headed(path: ReadablePath, number: int, weights: Numbered, told: tuple[str, ...]) -> bool:
+    """The same of files of which so much is known: they are others where it changes."""
+    specs = weights(number).read(path, ReadOptions(optimizer=False)).model.params
+    return any(spec.name.endswith(_HEADS) for spec in specs)
 
 
 def read_one(
@@ -99,6 +132,10 @@ def _of_others(path: ReadablePath, files: RunFiles, number: int, count: int) -> 
     found = []
     for other in (one for one in range(count) if one != number):
         named = files.of_model(other)
-        weights = (f"model{numbered(other)}.safetensors", f"pytorch_model{numbered(other)}.bin")
+        weights = (f"{stem}{numbered(other)}.{end}" for stem, end in _WEIGHTS)
         found += [name for name in (*weights, named.optimizer, named.scheduler) if (path / name).is_file()]
+        if place := place_of_model(other):
+            found += [place + name for name in files_below(path / place)] if (path / place).is_dir() else []
+        else:
+            found += [file.path for file in sidecar_files(path)]
     return found

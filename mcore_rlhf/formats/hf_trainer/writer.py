@@ -18,6 +18,7 @@ from typing import Any
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, TensorName
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
+from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.crossing.schedule import in_ticks, with_fitting_schedule
@@ -33,27 +34,30 @@ from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
-from mcore_rlhf.families.trainer_files import RunFiles, new_states, of_ranks, rng_item
+from mcore_rlhf.families.trainer_files import RunFiles, new_states, of_ranks, place_of_model, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
-from .files import ALIKE, SCALER, HfRunState
+from .files import ALIKE, SCALER, HfRunState, OneModel
 from .like import PICKLED, Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
 
 
-def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: Sequence[Format]) -> Target:
+def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: OneModel) -> Target:
     """Describe the checkpoint that holds what a source under a module's own names has.
 
     Args:
         source: An opened checkpoint, of a model, of an adapter, or of both.
         options: What the user asked for.
-        files: What its files are called.
-        weights: The formats of a model's weights, and of an adapter's.
+        one: Which of several models it becomes.
+        like_it: Which one of the step that ``--like`` names shows how it is.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
     """
+    files, weights = one.files, one.weights
+    if not files.counters:
+        options = _in_one_file(options)
     module = ModuleState.needed(source, files.format)
     adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
     prepared = adapted and not files.counters and any(f".{BASE_LAYER}." in spec.name for spec in source.model.params)
@@ -63,13 +67,15 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
         module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
     given = None if options.like is None else Path(options.like).expanduser()
-    shown = None if given is None else _shown(given, weights[0])
+    shown = None if given is None else _shown(given, like_it.weights[0])
     spelled = (module if shown is None else ModuleState.needed(shown)).spelled
     packed = not files.counters and (shown is None or repacked(shown, config, packs_experts=False) is not shown)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         check_groups(source)
     sharded = not adapted and _is_sharded(source, module, options)
+    if sharded and one.number:
+        raise Unsupported(f"{source.root}: accelerate has one model in a run on FSDP\n--role takes one of them.")
     if sharded:
         base = weights[2].target(_sharded(source, module), options)
         if config:
@@ -84,10 +90,26 @@ def run_target(source: Source, options: WriteOptions, files: RunFiles, weights: 
     whole = trainable_order(config, source.model, module.buffers) if asked else []
     still = _still(source, module)
     order = [name for name in whole if name not in still]
-    like = Like.read(given, files, (order, whole), source.model.shapes)
-    return _RunTarget(source, module, options, files, base, order, like, optimizer, sharded).target()
+    like = Like.read(given, like_it.files, (order, whole), source.model.shapes)
+    return _RunTarget(source, module, options, one, base, order, like, optimizer, sharded).target()
 
 
+def _in_one_file(options: WriteOptions) -> WriteOptions:
+    """The options as accelerate's ``load_state`` wants them, which looks for one file of weights and no index.
+
+    Source: accelerate 1.15.0, ``checkpointing.py`` (``load_accelerator_state``).
+
+    Raises:
+        UsageError: Several are asked for.
+    """
+    if options.max_shard_size is not None:
+        raise UsageError(
+            "--max-shard-size: accelerate's load_state looks for model.safetensors alone, and for no index of several files\nLeave it out."
+        )
+    return replace(options, max_shard_size=_ENDLESS)
+
+
+_ENDLESS = 1 << 62
 _EXPERTS: Rule[Source] = Rule(
     Fate.NOTE,
     "experts are one by one in model.safetensors, as transformers saves them; its Trainer passes over them when it resumes (5.23.0): make "
@@ -159,7 +181,7 @@ class _RunTarget:
     source: Source
     module: ModuleState
     options: WriteOptions
-    files: RunFiles
+    one: OneModel
     base: Target
     order: list[str]
     like: Like
@@ -172,11 +194,12 @@ class _RunTarget:
         source = replace(self.source, state=replace(self.source.state, groups=self._dealt(report)))
         if self.optimizer:
             self._put(self.files.scheduler, self._schedule(source, report))
-        rng = self._random_states()
-        for rank, states in enumerate(rng):
-            self._put(self.files.rng_name(rank, len(rng)), self.files.spelled(states))
-        self._put_scaler()
-        texts, lost = self._sidecar().texts()
+        rng, place = self._random_states(), place_of_model(self.one.number)
+        if not place:  # of one process, however many models it has
+            for rank, states in enumerate(rng):
+                self._put(self.files.rng_name(rank, len(rng)), self.files.spelled(states))
+            self._put_scaler()
+        texts, lost = self._sidecar().texts(place)
         report.through((*_RULES, *(rule.of_part(lambda _: lost) for rule in UNHELD)), self)
         texts |= self._counters(report)
         numbered = self.optimizer and not self.sharded
@@ -185,14 +208,25 @@ class _RunTarget:
         return replace(
             self.base,
             format=self.files.format,
-            parallel=ParallelConfig(dp=max(1, len(rng))),
+            parallel=ParallelConfig(dp=max(1, self.ranks if place else len(rng))),
             source=self.base.source if self.sharded else self.base.source.joined(moments),
             files=(*self.base.files, *parts, *self.small),
-            texts={**self.base.texts, **texts},
+            texts={**{place + name: text for name, text in self.base.texts.items()}, **texts},
             holds=self._holds(rng),
-            carried=self._beside(texts),
+            carried=self._beside(texts, place),
             alike=ALIKE,
         )
+
+    @property
+    def files(self) -> RunFiles:
+        """What its files are called."""
+        return self.one.files
+
+    @property
+    def second(self) -> bool:
+        """Whether it is a further model of a step that others were of another one, whose random states a process cannot have, too."""
+        own = HfRunState.of(self.source)
+        return bool(self.one.number) and not (own is not None and own.together)
 
     def _put(self, file: str, tree: object) -> None:
         self.small.append(TargetFile(file, partial(FileLayout.of_tree, tree)))
@@ -265,7 +299,7 @@ class _RunTarget:
         fits = len(self.kept_rng) == self.ranks
         wanted = self.options.rng or ("keep" if fits else "derive")
         alone = not self.optimizer and self.files.counters  # accelerate's steps have them always, and are known by them
-        return "drop" if wanted == "drop" or alone else "keep" if wanted == "keep" and fits else "derive"
+        return "drop" if wanted == "drop" or alone or self.second else "keep" if wanted == "keep" and fits else "derive"
 
     def _random_states(self) -> list[Mapping[str, object]]:
         at, ranks = self.source.state.iteration, self.ranks
@@ -308,10 +342,10 @@ class _RunTarget:
         described = {item: value for item, value in there.items() if item.kind is Kind.CONFIG}
         return {**held, **described, **{rng_item(rank): states for rank, states in enumerate(rng)}}
 
-    def _beside(self, texts: Mapping[str, object]) -> dict[str, Any]:
+    def _beside(self, texts: Mapping[str, object], place: str) -> dict[str, Any]:
         """What goes along: as the weights' format has it, without what is written anew."""
         written = {*texts, self.files.optimizer, *(file.path for file in self.small)}
-        return {name: path for name, path in self.base.carried.items() if name not in written}
+        return {place + name: path for name, path in self.base.carried.items() if place + name not in written}
 
 
 def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
@@ -326,11 +360,15 @@ def _of_each(target: _RunTarget) -> list[Item]:
 
 _NEW_STATES = "rng: new states for {found}, from iteration {0.source.state.iteration}"
 _RULES: tuple[Rule[_RunTarget], ...] = (
-    Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and t.kept_rng, [Item(Kind.RNG)]),
+    Rule(Fate.LOST, "rng: left out", lambda t: t.rng == "drop" and not t.second and t.kept_rng, [Item(Kind.RNG)]),
+    Rule(Fate.LOST, "rng: a process has one state of each generator, and gets that of the first model", lambda t: t.second and t.kept_rng,
+         [Item(Kind.RNG)]),
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks)),  # there are new ones, whatever became of the old
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)], told=False),
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and {"found": of_ranks(t.ranks), "of": _of_each(t)}, told=False),
     Rule(Fate.KEPT, "", lambda t: t.rng == "keep" and {"of": _of_each(t)}, told=False),
+    Rule(Fate.NOTE, "model_{0.one.number}.safetensors: for the model that the script prepares after {0.one.number} others, its optimizer "
+         "and schedule after theirs; --like STEP takes the order of a run's", lambda t: t.one.number),
     Rule(Fate.NOTE, "the source's run is under DeepSpeed, and one without it loads what is written; --to accelerate, or transformers, with "
          "--zero-stage N or --like STEP writes a step of such a run", lambda t: t.module.beside is not None),
     Rule(Fate.NOTE, f"weights: in safetensors, where --like has {PICKLED}: the run goes on with save_safetensors=True",
