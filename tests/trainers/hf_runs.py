@@ -49,6 +49,54 @@ def adapted(seed: int) -> Any:
     return found
 
 
+def adapted_experts(seed: int) -> Any:
+    """The same of a model with packed experts: each of their two parameters gets a layer around their one module."""
+    from peft import LoraConfig, get_peft_model
+
+    base = model(1, "qwen3_moe", **MOE)
+    torch.manual_seed(seed)
+    packed = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    wanted = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=packed, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = get_peft_model(base, wanted)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return found
+
+
+class Headed(torch.nn.Module):
+    """A model with a value head upon it, which its state dict does not show, as TRL had it until 0.24 and LLaMA-Factory has it.
+
+    Source: trl 0.24.0, ``models/modeling_value_head.py`` (``AutoModelForCausalLMWithValueHead``).
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.pretrained_model = model(seed, tie_word_embeddings=False)
+        self.v_head = torch.nn.ModuleDict({"summary": torch.nn.Linear(SIZES["hidden_size"], 1)})
+        self.config = self.pretrained_model.config
+
+    def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
+        found = self.pretrained_model(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        values = self.v_head["summary"](found.hidden_states[-1])
+        return {"loss": found.loss + (values - 0.5).square().mean(), "logits": found.logits}
+
+    def state_dict(self, *args: Any, **given: Any) -> Any:
+        own = self.v_head.state_dict(*args, **given)
+        return {
+            **self.pretrained_model.state_dict(*args, **given),
+            **{f"v_head.{name}": value for name, value in own.items()},
+        }
+
+    def load_state_dict(self, state: Any, *args: Any, **given: Any) -> Any:
+        named = {
+            name if name.startswith("v_head.") else f"pretrained_model.{name}": value for name, value in state.items()
+        }
+        return super().load_state_dict(named, *args, **given)
+
+
 def compiled(trained: Any) -> Any:
     """The model as ``torch.compile`` wraps it, and nothing compiled."""
     return torch.compile(trained, backend="eager")

@@ -34,10 +34,12 @@ from tests.trainers.hf_runs import (
     HALF,
     MOE,
     STEPS,
+    Headed,
     Seen,
     accelerated,
     actor_and_critic,
     adapted,
+    adapted_experts,
     compiled,
     critic,
     model,
@@ -310,6 +312,7 @@ PREPARED: dict[str, tuple[Callable[[int], Any], str, dict[str, Any]]] = {
     "compiled adapter": (lambda seed: compiled(adapted(seed)), "dcp", {}),
     "adapter": (adapted, "deepspeed", {"dp": 2, "zero_stage": 2}),
     "experts": (lambda seed: model(seed, "qwen3_moe", **MOE), "megatron", {"tp": 2, "ep": 2, "dp": 2}),
+    "experts' adapter": (adapted_experts, "dcp", {}),
 }
 
 
@@ -319,7 +322,7 @@ def test_accelerate_goes_on_with_a_model_as_its_script_prepared_it(name: str, tm
     make, there, how = PREPARED[name]
     saved = tmp_path / "step_2"
     whole = accelerated(make(1), save=saved)
-    kind = ("qwen3_moe", MOE) if name == "experts" else ("qwen2", {"tie_word_embeddings": name == "compiled"})
+    kind = ("qwen3_moe", MOE) if "experts" in name else ("qwen2", {"tie_word_embeddings": name == "compiled"})
     model(1, kind[0], **kind[1]).config.save_pretrained(saved)
     assert verify(saved, ReadOptions()).intact
     to(saved, tmp_path / "there", there, **how)
@@ -330,6 +333,26 @@ def test_accelerate_goes_on_with_a_model_as_its_script_prepared_it(name: str, tm
         assert [step[:-1] for step in found] == [step[:-1] for step in whole[HALF:]]
         written, stored = (load_file(at / "model.safetensors") for at in (tmp_path / f"back-{number}", saved))
         assert written.keys() == stored.keys()
+
+
+@pytest.mark.parametrize("make", [Headed, adapted_experts])
+def test_trainer_goes_on_with_what_no_class_of_transformers_has(make: Callable[[int], Any], tmp_path: Path) -> None:
+    """A value head counts after the model that it is upon, adapters of packed experts where these are: optimizers were refused."""
+    whole = train(make(1), tmp_path / "run")
+    saved, back = tmp_path / "run" / f"checkpoint-{HALF}", tmp_path / "back" / f"checkpoint-{HALF}"
+    if make is Headed:  # which no trainer writes for it
+        make(1).config.save_pretrained(saved)
+    to(saved, tmp_path / "dcp", "dcp")
+    to(tmp_path / "dcp", back, "hf-trainer", like=str(saved))
+    assert train(make(9), tmp_path / "again", back) == whole[HALF:]
+
+
+def test_what_merging_an_adapter_of_a_run_leaves_is_said(tmp_path: Path) -> None:
+    """The run's counters are none of the base's: "nothing accounts for it; please report this"."""
+    model(1, tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    account = to(ADAPTER, tmp_path / "merged", "hf", merge_adapter=True, base_model=str(tmp_path / "base")).account
+    assert not account.unaccounted
+    assert "counters and values of the run that trained the adapter: the base has none of them" in account.lost
 
 
 def test_two_adapters_of_a_module_are_not_told_apart(tmp_path: Path) -> None:

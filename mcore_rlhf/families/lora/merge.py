@@ -249,8 +249,14 @@ class Merge:
             notes.said.setdefault(item, said)
         whole = f", and {len(found.saved_modules)} modules replaced" if found.saved_modules else ""
         tensors = [Item(Kind.TENSOR, tensor.memory) for tensor in found.tensors]
-        trained = self.adapter.optimizer is not None
-        notes.through(_RULES, {"sums": len(self._sums), "whole": whole, "tensors": tensors, "trained": trained})
+        trained, other = (
+            self.adapter.optimizer is not None,
+            self.adapter.state.other if self.adapter is not self.base else {},
+        )
+        run = {"of": [Item(Kind.VALUE, name) for name in other if name != CARRIED]}
+        notes.through(
+            _RULES, {"sums": len(self._sums), "whole": whole, "tensors": tensors, "trained": trained, "run": run}
+        )
         return notes
 
     def _made(
@@ -402,4 +408,5 @@ _RULES: tuple[Rule[Values], ...] = (
     Rule(Fate.CHANGED, "of the merged model", lambda merged: {"of": merged["tensors"]}, _MERGED, told=False),
     Rule(Fate.LOST, "the optimizer: its states belong to the adapter's matrices", lambda merged: merged["trained"],
          (*OF_OPTIMIZER, Item(Kind.SCHEDULER))),
+    Rule(Fate.LOST, "counters and values of the run that trained the adapter: the base has none of them", lambda merged: merged["run"]),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, Shape
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.fsdp.groups import STEP, Collected, name_numbers
-from mcore_rlhf.families.lora.names import LORA_A, AdapterTensor, in_memory, in_original
+from mcore_rlhf.families.lora.names import BASE_LAYER, LORA_A, AdapterTensor, in_memory, in_original
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.models.huggingface.order import module_order
 from mcore_rlhf.models.spec import ModelSpec
@@ -24,6 +24,7 @@ from mcore_rlhf.storage.pt import PtFile, read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
+_EXPERTS, _PACKED = ".experts", "gate_up_proj"
 _WEIGHTS_ALONE = "--no-optimizer takes the weights alone."
 
 
@@ -171,9 +172,12 @@ def trainable_order(config: Mapping[str, object], model: ModelSpec, frozen: Coll
         module = bases[name].rpartition(".")[0]
         last[module] = max(last.get(module, 0), places[bases[name]])
 
-    def place(name: str) -> tuple[int, int]:
+    def place(name: str) -> tuple[int, ...]:
         found = adapted.get(name)
-        return (places[bases[name]], 0) if found is None else (last[found.module], 1 if found.kind == LORA_A else 2)
+        if found is None:
+            return places[bases[name]], 0
+        module, wrapped = _unwrapped(found.module)
+        return last[module], 1, -wrapped, 1 if found.kind == LORA_A else 2
 
     return sorted(names, key=place)
 
@@ -191,9 +195,22 @@ def _refuse_several(adapted: Iterable[AdapterTensor]) -> None:
 
 
 def _base_of(name: str) -> str:
-    """What the base calls the weight that a tensor of an adapter changes."""
+    """What the base calls the weight that a tensor of an adapter changes, or the first one of its module."""
     found = in_memory(name)
     if found is None:
         return in_original(name)
-    last = name.rpartition(".")[2]
-    return f"{found.module}.{last if last == 'bias' else 'weight'}"
+    module, last = _unwrapped(found.module)[0], name.rpartition(".")[2]
+    if module.endswith(_EXPERTS):
+        return f"{module}.{_PACKED}"
+    return f"{module}.{last if last == 'bias' else 'weight'}"
+
+
+def _unwrapped(module: str) -> tuple[str, int]:
+    """A module that adapters wrap, and how often there: each of the ``target_parameters`` of one puts another layer around it.
+
+    Source: peft 0.21.2, ``tuners/lora/layer.py`` (``ParamWrapper``); transformers 5.23.0, where experts are one module with two parameters.
+    """
+    plain = module
+    while plain.endswith(f".{BASE_LAYER}"):
+        plain = plain.removesuffix(f".{BASE_LAYER}")
+    return plain, (len(module) - len(plain)) // len(f".{BASE_LAYER}")

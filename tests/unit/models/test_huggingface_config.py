@@ -121,9 +121,9 @@ def test_the_order_of_a_module_is_of_the_names_that_are_given() -> None:
         "model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.10.mlp.up_proj.weight", "lm_head.weight",
     ]  # fmt: skip
     with pytest.raises(
-        Unsupported, match=r"1 parameters have no place in LlamaForCausalLM that is known: v_head\.summary"
+        Unsupported, match=r"1 parameters have no place in LlamaForCausalLM that is known: reward\.summary"
     ):
-        module_order(config, {*names, "v_head.summary.weight"})
+        module_order(config, {*names, "reward.summary.weight"})
     with pytest.raises(Unsupported, match="model_type gpt2 is in no table"):
         module_order({"model_type": "gpt2"}, names)
 
