@@ -15,7 +15,7 @@ from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
-from mcore_rlhf.manager.runs import unmet, without_data, without_random
+from mcore_rlhf.manager.runs import goes_without, unmet
 from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -93,8 +93,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     models = of_each(
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
     )
-    missing = [] if subject.manifest else without_data(subject.folder, _data_ranks(models))
-    missing += [] if subject.manifest else without_random(subject.folder, _ranks(models))
+    dp, world = (_most(models, of) for of in ("dp", "world_size"))
+    missing = [] if subject.manifest else goes_without(subject.folder, dp=dp, world=world)
     if subject.alone:
         (verdict,) = models.values()
         return {**verdict, "missing": [*verdict["missing"], *missing]}
@@ -104,16 +104,10 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     }  # fmt: skip
 
 
-def _data_ranks(models: Mapping[str, Facts]) -> int:
-    """Data-parallel ranks of a step's models; 1 where none could be opened."""
+def _most(models: Mapping[str, Facts], of: str) -> int:
+    """The highest degree that one of a step's models has; 1 where none could be opened."""
     opened = (model.get("checkpoint") or {} for model in models.values())
-    return max((found["parallel"]["dp"] for found in opened if found), default=1)
-
-
-def _ranks(models: Mapping[str, Facts]) -> int:
-    """Ranks of a step's first model; 1 where it could not be opened."""
-    first = next(iter(models.values()), {}).get("checkpoint") or {"parallel": {"world_size": 1}}
-    return int(first["parallel"]["world_size"])
+    return max((int(found["parallel"][of]) for found in opened if found), default=1)
 
 
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:

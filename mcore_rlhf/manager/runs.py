@@ -380,52 +380,37 @@ def unmet(folder: ReadablePath) -> list[Problem]:
     return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
 
 
-def without_data(folder: ReadablePath, ranks: int = 1) -> list[str]:
-    """Files that say how far the data are, where a step's trainer writes them and one is not there: the step is whole, and yet less.
+def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[str]:
+    """Files of ranks that a step's trainer writes and goes on without, and that are not there: the step is whole, and yet less.
 
     Args:
         folder: Any path.
-        ranks: Data-parallel ranks of its model, of each of which some trainers have one.
+        dp: Data-parallel ranks of its model, of each of which some trainers have the place in the data.
+        world: All of its ranks.
 
     Raises:
         LayoutMismatch: It has files of two trainers.
     """
     found = step_at(folder)
-    if found is None or not found.trainer.data:
+    if found is None:
         return []
-    trainer, several = found.trainer, found.trainer.of_each_rank and ranks > 1
-    gone = [rank for rank in range(ranks if several else 1) if not is_there(folder / trainer.data_file(rank))]
-    if not gone:
-        return []
-    said = f"{trainer.data_file(gone[0])}: without it {trainer.title} begins its data anew"
-    if not several:
-        return [said]
-    said += f", on {len(gone)} of {ranks} ranks"
-    shares = gone[0] and ranks % gone[0] == 0 and len(gone) == ranks - gone[0]
-    return [
-        f"{said}, unless {ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
-        if shares
-        else said
-    ]
-
-
-def without_random(folder: ReadablePath, ranks: int) -> list[str]:
-    """Files with random states of ranks, where a step's trainer writes them and goes on without: those ranks draw other numbers.
-
-    Args:
-        folder: Any path.
-        ranks: Of the run.
-
-    Raises:
-        LayoutMismatch: It has files of two trainers.
-    """
-    found = step_at(folder)
-    if found is None or not found.trainer.random:
-        return []
-    gone = [rank for rank in range(ranks) if not is_there(folder / found.trainer.random.format(rank=rank))]
-    of = f", of {len(gone)} of {ranks} ranks" if ranks > 1 else ""
-    said = f"{{}}: without it {found.trainer.title} goes on with other random states{of}"
-    return [said.format(found.trainer.random.format(rank=gone[0]))] if gone else []
+    trainer, said = found.trainer, []
+    for file, ranks, what in (
+        (trainer.data, dp if trainer.of_each_rank else 1, "begins its data anew"),
+        (trainer.random, world, "goes on with other random states"),
+    ):
+        gone = [rank for rank in range(ranks if file else 0) if not is_there(folder / file.format(rank=rank))]
+        if gone:
+            some = f", on {len(gone)} of {ranks} ranks" if ranks > 1 else ""
+            shares = file == trainer.data and gone[0] and ranks % gone[0] == 0 and len(gone) == ranks - gone[0]
+            alike = (
+                f"{ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
+                if shares
+                else ""
+            )
+            unless = f", unless {alike}" if alike else ""
+            said.append(f"{file.format(rank=gone[0])}: without it {trainer.title} {what}{some}{unless}")
+    return said
 
 
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:

@@ -21,7 +21,7 @@ from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import StepJob, convert_step
-from mcore_rlhf.manager.runs import listed_steps, without_random
+from mcore_rlhf.manager.runs import goes_without, listed_steps
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Settings, Thing
@@ -139,7 +139,7 @@ def test_a_step_of_another_name_is_at_its_own_iteration(root: Path, called: str)
 
 def test_a_rank_without_random_states_is_named(root: Path) -> None:
     (root / STEP / "rng_state" / "rng_state_0.pth").unlink()
-    assert without_random(root / STEP, 1)[0].startswith("rng_state/rng_state_0.pth: without it")
+    assert goes_without(root / STEP)[0].startswith("rng_state/rng_state_0.pth: without it")
     assert "missing" in CliRunner().invoke(app, ["verify", str(root)], prog_name="mcore-rlhf").output
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.manager.run.adopt import Adoption, adopt
-from mcore_rlhf.manager.runs import listed_steps, run_at, without_data
+from mcore_rlhf.manager.runs import goes_without, listed_steps, run_at
 from mcore_rlhf.manager.will_resume import forecast, forecast_for_its_writer, loader_named
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.unpickle import unpickle
@@ -62,15 +62,15 @@ def test_each_rank_keeps_its_own_place_where_there_are_as_many(run: Path, tmp_pa
 def test_of_all_ranks_the_place_is_looked_for(run: Path) -> None:
     """Of which none has one where several have one place: of sequence parallelism, or under Ray, whose driver has the loader."""
     step = run / STEP
-    assert not without_data(step, 2)
+    assert not goes_without(step, dp=2)
     (step / "data_1.pt").unlink()
-    (said,) = without_data(step, 2)
+    (said,) = goes_without(step, dp=2)
     assert said == (
         "data_1.pt: without it verl's SFT begins its data anew, on 1 of 2 ranks, unless 2 ranks each share their data "
         "(sequence parallelism, or Ray's driver)"
     )
     (step / "data_0.pt").rename(step / "data_1.pt")
-    (said,) = without_data(step, 2)
+    (said,) = goes_without(step, dp=2)
     assert said == "data_0.pt: without it verl's SFT begins its data anew, on 1 of 2 ranks"
     found = CliRunner().invoke(app, ["verify", str(step), "--json"])
     assert json.loads(found.stdout)["missing"] == [said]
