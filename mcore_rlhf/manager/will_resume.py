@@ -38,7 +38,6 @@ from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
-from mcore_rlhf.trainers.torch_optimizers import ON
 from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
@@ -363,7 +362,9 @@ def _seen(
     if place != step:
         beside = [name for name in above if not (step / name).is_relative_to(place)]
         broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
-    keys = cache(lambda name: _keys_in(place if name.partition(INSIDE)[0] in files else step, name))
+    found = cache(lambda name: _keys_in(place if name.partition(INSIDE)[0] in files else step, name))
+    keys = cache(lambda name: frozenset(found(name)))
+    on = cache(lambda name: frozenset(key for key, is_on in found(name).items() if is_on))
     number = next((one for _, one in called_so(step.name)), None)
     shown = trainer.step_of(step.name)
     named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
@@ -371,7 +372,7 @@ def _seen(
     held = held_by(place)
     if _OWN_ARGUMENTS in files:
         held = replace(held, args=_own_arguments(place))
-    return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near)
+    return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near, on)
 
 
 def _own_arguments(folder: ReadablePath) -> Mapping[str, object]:
@@ -382,10 +383,10 @@ def _own_arguments(folder: ReadablePath) -> Mapping[str, object]:
     return {}
 
 
-def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
+def _keys_in(folder: ReadablePath, name: str) -> Mapping[str, bool]:
     """The keys of what ``torch.save`` or JSON put into a file, as deep as an optimizer's are told apart; a DCP folder's names.
 
-    Megatron-core puts each object into a list of one.
+    With each, whether it is a number or a switch, and not 0. Megatron-core puts each object into a list of one.
     """
     file, inside, item = name.partition(INSIDE)
     try:
@@ -398,14 +399,14 @@ def _keys_in(folder: ReadablePath, name: str) -> frozenset[str]:
             )
             if isinstance(one, bytes) and one.startswith(_PLAIN_PICKLE):  # torchtitan's place in the data
                 one = unpickle(one, name)
-            return frozenset(_paths(one, "", _DEPTH))
+            return dict(_paths(one, "", _DEPTH))
         if name.rpartition("/")[2] == METADATA_FILE:
             found = read_metadata((folder / name).parent)
-            return frozenset((*found.tensors, *found.objects))
+            return dict.fromkeys((*found.tensors, *found.objects), False)
         tree = _tree_of(folder, name)
     except (CheckpointError, OSError, ValueError):
-        return frozenset()
-    return frozenset(_paths(tree, "", _DEPTH))
+        return {}
+    return dict(_paths(tree, "", _DEPTH))
 
 
 def _tree_of(folder: ReadablePath, name: str) -> object:
@@ -415,11 +416,9 @@ def _tree_of(folder: ReadablePath, name: str) -> object:
     return unpickle(data, name) if data.startswith(_PLAIN_PICKLE) else read_rank_file(folder, name).tree
 
 
-def _paths(value: object, at: str, depth: int) -> Iterator[str]:
+def _paths(value: object, at: str, depth: int) -> Iterator[tuple[str, bool]]:
     if at:
-        yield at
-    if at and isinstance(value, bool | int | float) and value:
-        yield f"{at}/{ON}"
+        yield at, isinstance(value, bool | int | float) and bool(value)
     listed = value if isinstance(value, list | tuple) else ()
     names = bool(listed) and all(isinstance(one, str) for one in listed)  # a list of names is asked for them
     inner = value if isinstance(value, Mapping) else dict.fromkeys(listed) if names else dict(enumerate(listed))

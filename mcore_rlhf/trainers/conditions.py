@@ -89,7 +89,7 @@ def stateless(pattern: str, inside: str = "", *, of_ranks: bool = False) -> Call
         for name in names:
             keys = _inside(seen.keys(name), inside)
             params, states = _numbered(keys)
-            known = lacking(keys)
+            known = lacking(keys, _inside(seen.on(name), inside))
             count = len(params) if known is None else known.count
             if gone := params - states.keys() if known is None else known.anew:
                 return {"file": name, "count": f"{len(gone)} of {count}"}
@@ -109,7 +109,7 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
             keys = _inside(seen.keys(name), inside)
-            if (known := lacking(keys)) is not None and known.fails:
+            if (known := lacking(keys, _inside(seen.on(name), inside))) is not None and known.fails:
                 state = min(known.fails)
                 return {"file": name, "key": state, "count": f"{known.fails[state]} of {known.count}"}
             _, states = _numbered(keys)
@@ -140,7 +140,7 @@ def ungrouped(pattern: str, inside: str = "") -> Callable[[Seen], object]:
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
             keys = _inside(seen.keys(name), inside)
-            if (known := lacking(keys)) is not None and known.field:
+            if (known := lacking(keys, _inside(seen.on(name), inside))) is not None and known.field:
                 return {"file": name, "key": f"{inside}param_groups/{known.field}"}
             has_adam = any(key.endswith("/exp_avg") for key in keys)  # Adafactor has `exp_avg_sq` of vectors
             groups: dict[str, set[str]] = {}

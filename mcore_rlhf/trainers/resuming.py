@@ -170,6 +170,7 @@ class Seen:
             those of nests with ``/``; none where it holds no such thing.
         beside: Of the files that belong to the step and lie beside it in the root: those that are there, relative to the root, each with
             what is wrong with it, or nothing.
+        on: Gives those of the keys whose values are numbers or switches, and not 0.
     """
 
     role: str
@@ -182,6 +183,7 @@ class Seen:
     step: int | None = None
     keys: Callable[[str], frozenset[str]] = lambda name: frozenset()
     beside: Mapping[str, str] = field(default_factory=dict)
+    on: Callable[[str], frozenset[str]] = lambda name: frozenset()
 
     def matching(self, *patterns: str) -> list[str]:
         """The model's files that a pattern fits, in order."""

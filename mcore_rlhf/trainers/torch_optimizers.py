@@ -11,7 +11,6 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-ON = "on"
 """Behind a key, with a ``/`` between them: its value is a number, and not zero, or true."""
 
 
@@ -42,9 +41,9 @@ class TorchOptimizer:
         """What it asks of each parameter of a group.
 
         Args:
-            group: The group's fields, those that are on with :data:`ON`.
+            group: Those of the group's fields that are on.
         """
-        return (*self.states, *(state for name, state in self.more.items() if f"{name}/{ON}" in group))
+        return (*self.states, *(state for name, state in self.more.items() if name in group))
 
 
 _MOMENTUM, _SHARED = "momentum_buffer", ("betas", "eps", "weight_decay")
@@ -80,7 +79,7 @@ _OF_ANY = {"foreach", "ns_steps", "adjust_lr_fn", "clip_threshold", "warmup_init
 """One of them is in each group of such an optimizer; those of Transformer Engine, Apex, bitsandbytes and DeepSpeed have none."""
 _GROUP, _PARAM, _STATE = map(
     re.compile,
-    (r"param_groups/(\d+)/(?!params/)([^/]+(?:/on)?)", r"param_groups/(\d+)/params/(\d+)", r"state/(\d+)/([^/]+)"),
+    (r"param_groups/(\d+)/(?!params/)([^/]+)", r"param_groups/(\d+)/params/(\d+)", r"state/(\d+)/([^/]+)"),
 )
 
 
@@ -101,15 +100,16 @@ class Lacking:
     count: int
 
 
-def lacking(keys: Set[str]) -> Lacking | None:
+def lacking(keys: Set[str], on: Set[str]) -> Lacking | None:
     """What the state dict of such an optimizer lacks; None where it is of no such optimizer.
 
     Args:
         keys: All that lies in it, as ``state/0/step`` and ``param_groups/0/lr``.
+        on: Those of which the value is a number or a switch, and not 0.
     """
-    fields, states = dict[int, set[str]](), dict[int, set[str]]()
-    for pattern, into in ((_GROUP, fields), (_STATE, states)):
-        for found in filter(None, map(pattern.fullmatch, keys)):
+    fields, switched, states = dict[int, set[str]](), dict[int, set[str]](), dict[int, set[str]]()
+    for pattern, into, of in ((_GROUP, fields, keys), (_GROUP, switched, on), (_STATE, states, keys)):
+        for found in filter(None, map(pattern.fullmatch, of)):
             into.setdefault(int(found[1]), set()).add(found[2])
     places = sorted((int(found[1]), int(found[2])) for found in filter(None, map(_PARAM.fullmatch, keys)))
     members: dict[int, list[int]] = {}
@@ -123,7 +123,7 @@ def lacking(keys: Set[str]) -> Lacking | None:
             continue
         known, short = True, sorted({*kind.fields} - there)
         gone = gone or (f"{group}/{short[0]}" if short else "")
-        wanted = kind.wanted(there)
+        wanted = kind.wanted(switched.get(group, set()))
         for number, held in of_group.items():
             missing = [names.partition("|")[0] for names in wanted if held.isdisjoint(names.split("|"))]
             if missing and (not held or {*missing} <= {*kind.anew}):

@@ -267,6 +267,7 @@ def _tag_in(seen: Seen) -> Seen | None:
         files=frozenset(name.removeprefix(before) for name in seen.files if name.startswith(before)),
         broken={name.removeprefix(before): wrong for name, wrong in seen.broken.items()},
         keys=lambda name: seen.keys(before + name),
+        on=lambda name: seen.on(before + name),
     )
 
 
