@@ -22,6 +22,7 @@ from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import passed_over
 from mcore_rlhf.formats.registry import is_model, open_without_manifest, roles_in
+from mcore_rlhf.models.spec import OF_WRAPPER
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.folder import object_in
@@ -465,4 +466,5 @@ def held_by(folder: ReadablePath) -> Held:
         values=frozenset(map(str, state.other)),
         counted=at if type(at := (state.scheduler or {}).get("num_steps")) is int else 0,
         sharding=(megatron.sharding if megatron is not None else None) or "",
+        headed=source.model.get(OF_WRAPPER[0]) is not None,
     )

@@ -14,6 +14,13 @@ from mcore_rlhf.core.catalog import DType, Shape, dtype_of
 from mcore_rlhf.core.yaml_text import MAX_NBYTES, check_yaml, wrong_yaml
 from mcore_rlhf.errors import UsageError, shown
 
+OF_WRAPPER = ("v_head.summary.weight", "v_head.summary.bias")
+"""What TRL's value head has after the model that it is put upon, whose names in a state dict are its own.
+
+Source: trl 0.24.0, ``models/modeling_value_head.py`` (``ValueHead``, ``AutoModelForCausalLMWithValueHead.state_dict``); LLaMA-Factory's
+reward models and PPO are of that class.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 WORDS, STEPS, HALF = 48, 4, 2
 SIZES: dict[str, Any] = {
@@ -69,7 +70,8 @@ def adapted_experts(seed: int) -> Any:
 class Headed(torch.nn.Module):
     """A model with a value head upon it, which its state dict does not show, as TRL had it until 0.24 and LLaMA-Factory has it.
 
-    Source: trl 0.24.0, ``models/modeling_value_head.py`` (``AutoModelForCausalLMWithValueHead``).
+    Source: trl 0.24.0, ``models/modeling_value_head.py`` (``AutoModelForCausalLMWithValueHead``); LLaMA-Factory 0.9.5, ``model/patcher.py``
+    (``patch_valuehead_model``).
     """
 
     def __init__(self, seed: int) -> None:
@@ -77,6 +79,12 @@ class Headed(torch.nn.Module):
         self.pretrained_model = model(seed, tie_word_embeddings=False)
         self.v_head = torch.nn.ModuleDict({"summary": torch.nn.Linear(SIZES["hidden_size"], 1)})
         self.config = self.pretrained_model.config
+        self._keys_to_ignore_on_save = [
+            f"pretrained_model.{name}" for name, _ in self.pretrained_model.named_parameters()
+        ]
+
+    def tie_weights(self) -> None:
+        """As LLaMA-Factory has it."""
 
     def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
         found = self.pretrained_model(input_ids=input_ids, labels=labels, output_hidden_states=True)
@@ -90,11 +98,11 @@ class Headed(torch.nn.Module):
             **{f"v_head.{name}": value for name, value in own.items()},
         }
 
-    def load_state_dict(self, state: Any, *args: Any, **given: Any) -> Any:
-        named = {
-            name if name.startswith("v_head.") else f"pretrained_model.{name}": value for name, value in state.items()
-        }
-        return super().load_state_dict(named, *args, **given)
+    def take(self, folder: Path) -> None:
+        """Make the model of a step, as a script does: ``Trainer`` finds none of its weights under the names of the state dict."""
+        state = load_file(folder / "model.safetensors")
+        own = {name: value for name, value in state.items() if not name.startswith("v_head.")}
+        self.pretrained_model.load_state_dict(own)
 
 
 def compiled(trained: Any) -> Any:

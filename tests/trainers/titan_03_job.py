@@ -21,6 +21,15 @@ stand_in("torch.utils.tensorboard", "torchtitan.distributed.minimal_async_ep", i
 stand_in("datasets", "einops", "wandb")
 
 
+def _longest() -> str:
+    """What the longest text is called: one way in 0.3, and another since."""
+    from torchtitan.models.common import ComplexRoPE
+
+    return next(
+        name for name in ("max_seq_len", "max_context_length") if name in ComplexRoPE.Config.__dataclass_fields__
+    )
+
+
 def model_of(orders: dict[str, Any]) -> Any:
     """torchtitan's own model, of the sizes of all lessons."""
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear, RMSNorm
@@ -37,7 +46,8 @@ def model_of(orders: dict[str, Any]) -> Any:
     dim, heads, vocabulary = SIZES["hidden_size"], SIZES["num_attention_heads"], SIZES["vocab_size"]
     begun = {"weight": lambda tensor: torch.nn.init.normal_(tensor, std=0.05)}
     norm = {"weight": lambda tensor: torch.nn.init.normal_(tensor, mean=1.0, std=0.05)}
-    rope = (ComplexRoPE if is_llama else CosSinRoPE).Config(dim=dim // heads, max_seq_len=64, theta=10000.0)
+    turns = ComplexRoPE if is_llama else CosSinRoPE
+    rope = turns.Config(dim=dim // heads, theta=10000.0, **{_longest(): 64})
 
     def normed(width: int) -> Any:
         return RMSNorm.Config(normalized_shape=width, eps=SIZES["rms_norm_eps"], param_init=norm)
@@ -68,6 +78,22 @@ def model_of(orders: dict[str, Any]) -> Any:
     return model
 
 
+def _of_packed(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What a model says since 0.3, which has the tokens of all rows as one; attention is to see each row by itself."""
+    for layer in model.layers.values():
+        attention = layer.attention.inner_attention
+        own = type(attention).forward
+
+        def by_rows(*heads: torch.Tensor, attention: Any = attention, own: Any = own, **given: Any) -> torch.Tensor:
+            found: torch.Tensor = own(attention, *(one.unflatten(0, rows.shape) for one in heads), **given)
+            return found.flatten(0, 1)
+
+        attention.forward = by_rows
+    positions = torch.arange(rows.shape[1]).repeat(rows.shape[0])
+    found: torch.Tensor = model(rows.flatten(), positions=positions)
+    return found.unflatten(0, rows.shape)
+
+
 class Run:
     """A run of torchtitan's."""
 
@@ -78,6 +104,7 @@ class Run:
         from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
         self.model = model_of(orders)
+        self.by_rows = _longest() == "max_seq_len"
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in self.model.layers.values():
             fully_shard(layer, mesh=mesh)
@@ -101,7 +128,7 @@ class Run:
         self.state.step = number
         words = torch.randint(0, VOCABULARY, (BATCH, WIDTH), generator=torch.Generator().manual_seed(1000 + number))
         share = words.chunk(dist.get_world_size())[dist.get_rank()]
-        logits = self.model(share).float()
+        logits = self.model(share).float() if self.by_rows else _of_packed(self.model, share).float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), share[:, 1:].reshape(-1))
         loss.backward()
         self.optimizers.step()

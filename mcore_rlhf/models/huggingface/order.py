@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from mcore_rlhf.errors import Unsupported
+from mcore_rlhf.models.spec import OF_WRAPPER
 
 from . import ARCHITECTURES
 from .config import known_architecture
@@ -24,12 +25,6 @@ BUFFERS = ("e_score_correction_bias",)
 """Ends of the names of tensors that lie in the files beside parameters and are none.
 
 Source: transformers 5.23.0, ``models/deepseek_v3/modeling_deepseek_v3.py`` (``register_buffer``).
-"""
-_OF_WRAPPER = ("v_head.summary.weight", "v_head.summary.bias")
-"""What TRL's value head has after the model that it is put upon, whose names in a state dict are its own.
-
-Source: trl 0.24.0, ``models/modeling_value_head.py`` (``ValueHead``, ``AutoModelForCausalLMWithValueHead.state_dict``); LLaMA-Factory's
-reward models and PPO are of that class.
 """
 _NUMBER = re.compile(r"(?<=\.)\d{1,18}(?=\.|$)")
 _BESIDE = "mtp."
@@ -89,9 +84,9 @@ def _agreed(names: Collection[str]) -> list[str]:
 def _orders(known: Architecture) -> tuple[Iterable[str], Iterable[str]]:
     """The table's order with packed experts in the place of theirs on disk, and that of modules one by one."""
     packed = {file: row.module for row in known.packed for file in row.files}
-    return [*dict.fromkeys(packed.get(name, name) for name in known.order), *_OF_WRAPPER], [
+    return [*dict.fromkeys(packed.get(name, name) for name in known.order), *OF_WRAPPER], [
         *(known.order4 or known.order),
-        *_OF_WRAPPER,
+        *OF_WRAPPER,
     ]
 
 

@@ -56,6 +56,11 @@ def _ranks(seen: Seen) -> int:
     return seen.world if seen.world is not None else max(2, len(shards), *(rank + 1 for rank in there)) if there else 1
 
 
+def _headed(seen: Seen) -> object:
+    """LLaMA-Factory 0.9.5 takes the head out of the file: ``train/callbacks.py`` (``fix_valuehead_checkpoint``)."""
+    return seen.held.headed or seen.has("value_head.*")
+
+
 def _rng_missing(seen: Seen) -> object:
     count = min(_ranks(seen), MOST_RANKS)
     wanted = ["rng_state.pth"] if count == 1 else [f"rng_state_{rank}.pth" for rank in range(count)]
@@ -125,6 +130,11 @@ ROWS = _OF_OTHERS + _OF_TRL + rows_of(
         "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)", both(has("global_step*/*"), lacks("latest"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
         incomplete_in("pytorch_model", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS,), _ANEW, "a value head is upon the model, as TRL's and LLaMA-Factory's wrapper has it: that asks for "
+        "pretrained_model.…, the file has the model's own names, and no weights but the head's are loaded, without a word: make it "
+        "of this folder, then resume", "3695 (_load_from_checkpoint); trl 0.24.0, models/modeling_value_head.py (state_dict); "
+        "LLaMA-Factory 0.9.5, model/patcher.py (patch_valuehead_model)",
+        both(_headed, lacks(*_ZERO, "pytorch_model_fsdp*")), True),
     Habit((Thing.WEIGHTS,), _ANEW, "{problem}: what is not there keeps what the run made it with; a warning", "4069 "
         "(_issue_warnings_after_load)", lacks_tensors, True),
     Habit((Thing.WEIGHTS,), _RESTORED, "the model's file is read into the model that the run made", "3602 (_load_from_checkpoint)",
