@@ -367,8 +367,8 @@ _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and of_ranks(t.ranks), [Item(Kind.RNG)], told=False),
     Rule(Fate.DERIVED, _NEW_STATES, lambda t: t.rng == "derive" and {"found": of_ranks(t.ranks), "of": _of_each(t)}, told=False),
     Rule(Fate.KEPT, "", lambda t: t.rng == "keep" and {"of": _of_each(t)}, told=False),
-    Rule(Fate.NOTE, "model_{0.one.number}.safetensors: for the model that the script prepares after {0.one.number} others, its optimizer "
-         "and schedule after theirs; --like STEP takes the order of a run's", lambda t: t.one.number),
+    Rule(Fate.NOTE, "model_{0.one.number}.safetensors: load_state counts models, optimizers and schedules from 0, in the order in which "
+         "the script prepares them; --like STEP takes that of a run", lambda t: t.one.number),
     Rule(Fate.NOTE, "the source's run is under DeepSpeed, and one without it loads what is written; --to accelerate, or transformers, with "
          "--zero-stage N or --like STEP writes a step of such a run", lambda t: t.module.beside is not None),
     Rule(Fate.NOTE, f"weights: in safetensors, where --like has {PICKLED}: the run goes on with save_safetensors=True",
