@@ -93,8 +93,9 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     models = of_each(
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
     )
-    missing = [] if subject.manifest else without_data(subject.folder, _data_ranks(models))
-    missing += [] if subject.manifest else without_random(subject.folder, _ranks(models))
+    adopted = subject.manifest is None or subject.manifest.provenance.get("adopted")
+    missing = without_data(subject.folder, _data_ranks(models)) if adopted else []
+    missing += without_random(subject.folder, _ranks(models)) if adopted else []
     if subject.alone:
         (verdict,) = models.values()
         return {**verdict, "missing": [*verdict["missing"], *missing]}
