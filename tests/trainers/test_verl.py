@@ -18,7 +18,7 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
 from tests.trainers import lab as labs
 
-RELEASES = ("0.9.1", "0.7.0")
+RELEASES = ("0.9.1", "0.8.0", "0.7.0")
 Seen = list[dict[str, Any]]
 
 
