@@ -264,7 +264,7 @@ _OF_KEYS: tuple[Rule[_DistWriter], ...] = (
          lambda w: sharding_of(w.run) == DP_RESHARDABLE and w.run.options.run_of.parts is not None
          and ("local" if w.spelling.separate_norms else "transformer_engine")),
     Rule(Fate.NOTE, "folders: {found}, as verl has them from 0.9 on; for a run of 0.8, --like FOLDER names a step of its own",
-         lambda w: (of := w.run.options.run_of.parts) is not None and of.contents
+         lambda w: (of := w.run.options.run_of.parts) is not None and of.contents and not of.adapted
          and ", ".join(filter(None, (of.model or of.described, of.optimizer, of.extra)))),
 )  # fmt: skip
 """Where keys are not as Megatron has them of a model that is trained whole; where they do not tell an order that matters."""
