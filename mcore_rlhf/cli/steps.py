@@ -403,12 +403,15 @@ def adopt_step(given: Path, options: ReadOptions, deep: bool, workers: int, json
 
 
 def _adopted_facts(folder: ReadablePath, manifest: Manifest, was_committed: bool) -> Facts:
-    """``path``; ``step``; ``adopted`` (false where it was committed before); ``parts``; ``files``; ``bytes``."""
+    """``path``; ``step``; ``adopted`` (false where it was committed before); ``parts``; ``missing`` (texts: files that its trainer
+    writes and does without); ``files``; ``bytes``.
+    """
     return {
         "path": str(folder),
         "step": manifest.step,
         "adopted": not was_committed,
         "parts": [dict(part) for part in manifest.parts],
+        "missing": manifest.report.get(adopt.MISSING, []),
         "files": len(manifest.files),
         "bytes": sum(entry.nbytes for entry in manifest.files.values()),
     }
@@ -423,3 +426,5 @@ def _print_adopted(facts: Facts) -> None:
         say(f"  {part['role']}  {part['format']}, {part['parallel']}")
         if "unread" in part:
             say(f"    not understood, and not to be resumed from  {part['unread']}")
+    for text in facts["missing"]:
+        say(f"  missing  {text}")

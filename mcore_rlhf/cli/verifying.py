@@ -94,7 +94,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
         subject, lambda role: verify_facts(subject.models[role], subject.reading(role), depth, workers, progress)
     )
     dp, world = (_most(models, of) for of in ("dp", "world_size"))
-    missing = [] if subject.manifest else goes_without(subject.folder, dp=dp, world=world)
+    adopted = subject.manifest is None or subject.manifest.provenance.get("adopted")
+    missing = goes_without(subject.folder, dp=dp, world=world) if adopted else []
     if subject.alone:
         (verdict,) = models.values()
         return {**verdict, "missing": [*verdict["missing"], *missing]}

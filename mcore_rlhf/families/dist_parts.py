@@ -40,6 +40,11 @@ class DistParts:
         return self.model == self.optimizer
 
     @property
+    def together(self) -> bool:
+        """Whether the random states lie beside the optimizer, and the weights elsewhere."""
+        return self.extra == self.optimizer
+
+    @property
     def as_asked(self) -> bool:
         """Whether its loader asks for a distributed optimizer's states as its run says, whatever the folder says."""
         return self.adapted or self.is_one

@@ -68,7 +68,8 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         parallel = open_checkpoint(like, options.read, partial=True).parallel
         degrees = {name: getattr(parallel, name) for name in _DEGREES}
         write = replace(write, **{"dp": parallel.dp, **degrees} if write.dp is None else degrees)
-    if like is not None and write.optimizer_sharding is None and any(parts.as_asked for parts in trainer.parts):
+    parts = trainer.parts_like(like)
+    if like is not None and write.optimizer_sharding is None and parts is not None and parts.as_asked:
         family = MegatronState.of(
             open_checkpoint(like, options.read, partial=True)
         )  # its loader asks for what its run says
@@ -78,7 +79,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
     if like is None and write.like is not None and Takes.ZERO_STAGE in format_named(to).takes:
         write = _in_ranks_of(write, options.read)
     run = RunOf(
-        trainer.name, trainer.second_group, trainer.wants_schedule or row is not None, trainer.parts_like(like), trainer.counts,
+        trainer.name, trainer.second_group, trainer.wants_schedule or row is not None, parts, trainer.counts,
         tag=trainer.tag, strategy=trainer.strategy, beside=row,
     )  # fmt: skip
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_rlhf.families.dist_parts import DistParts
-from mcore_rlhf.families.run_folders import CONTENTS, SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS
+from mcore_rlhf.families.run_folders import CONTENTS, INNER, SPLIT_BESIDE, SPLIT_MODEL, SPLIT_WEIGHTS
 
 from .table import Trainer
 
@@ -35,6 +35,16 @@ _PARTS = DistParts(
     f"actor_rollout_ref.actor.megatron.dist_checkpointing_path={{path}}/actor/{SPLIT_MODEL} "
     f"{_SCHEDULE}",
 )
+_WEIGHTS = replace(_PARTS, model="", told=_SCHEDULE)
+_OLDER = replace(_WEIGHTS, optimizer=INNER, extra=INNER, described="huggingface", contents="")
+_ALL_PARTS = (
+    _PARTS, _WEIGHTS, _OLDER,
+    replace(_OLDER, model=INNER, extra="", told=_PARTS.told.replace(SPLIT_MODEL, INNER)),
+)  # fmt: skip
+"""As 0.9 has them, which a run gets that nobody shows, and as 0.8 does: beside weights as Hugging Face's files, or all in one folder.
+
+Source: verl 0.8.0, ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` (``save_checkpoint``, ``load_checkpoint``).
+"""
 TRAINER = Trainer(
     name="verl",
     title="verl",
@@ -47,7 +57,7 @@ TRAINER = Trainer(
     tracker="latest_checkpointed_iteration.txt",
     data="data.pt",
     formats=("fsdp-ranks", "megatron-dist"),
-    parts=(_PARTS, replace(_PARTS, model="", told=_SCHEDULE)),
+    parts=_ALL_PARTS,
     told=_TOLD,
 )  # fmt: skip
 

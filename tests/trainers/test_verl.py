@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
 from tests.trainers import lab as labs
 
-RELEASES = ("0.9.1", "0.7.0")
+RELEASES = ("0.9.1", "0.8.0", "0.7.0")
 Seen = list[dict[str, Any]]
 
 
@@ -114,6 +115,28 @@ def test_verl_goes_on_where_its_optimizer_was_given_frozen_weights(lab: Lab, str
     do = [order for folder in folders for order in (("load", folder), ("train", 2))]
     seen = lab.carry_out("0.9.1", 2, do, seed=7, **how)
     assert losses(seen[:2]) == losses(seen[2:]) == losses(wanted)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("lora", ["whole", "alone"])
+def test_verl_goes_on_with_a_lora(lab: Lab, strategy: str, lora: str) -> None:
+    """FSDP1 has each matrix of the adapter as a flat parameter of its own; without the base its optimizer counts the base all the same."""
+    how = {"strategy": strategy, "lora": lora}
+    run, wanted = lab.trained("0.9.1", **how)
+    there = lab.made(run, f"{strategy}-{lora}-universal", "universal")
+    folders = [
+        lab.made(run, f"{strategy}-{lora}-same"),
+        lab.made(there, f"{strategy}-{lora}-back", dp=2, like=str(run)),
+    ]
+    seed = 1 if lora == "alone" else 7  # the base is what a run begins with
+    do = [order for folder in folders for order in (("load", folder), ("train", 2))]
+    assert losses(lab.carry_out("0.9.1", 2, do, seed=seed, **how)) == losses(wanted) * 2
+    other = lab.made(run, f"{strategy}-{lora}-three", dp=3)
+    seen = lab.carry_out("0.9.1", 3, [("load", other), ("train", 2)], seed=seed, **how)
+    assert losses(seen) == pytest.approx(losses(wanted), abs=2e-6)
+    lab.made(run, f"{strategy}-{lora}-peft", "peft")
+    said = [json.loads((folder / "lora_train_meta.json").read_text()) for folder in (run, other)]
+    assert said[0] == said[1] == {"r": 2, "lora_alpha": 6, "task_type": "CAUSAL_LM"}
 
 
 def test_what_verl_saves_after_a_resume_is_read(lab: Lab) -> None:

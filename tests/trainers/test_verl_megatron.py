@@ -163,6 +163,25 @@ def test_the_layout_of_0_7_is_read_and_becomes_that_of_0_9(lab: Lab) -> None:
     assert seen[0]["loss"] == wanted[0]["loss"]
 
 
+@pytest.mark.parametrize("case", ["buckets", "bridged"])
+def test_the_layout_of_0_8_is_written_where_a_run_shows_it(lab: Lab, case: str) -> None:
+    """All in ``dist_ckpt``, or the weights in ``huggingface``; through Megatron's as well, and without a step of the run as 0.9 has it."""
+    run, how = lab.folder / f"eight-{case}" / "global_step_3" / "actor", {**lab.how(case), "seed": 7}
+    lab.carry_out(2, [("train", 3), ("save", run)], "0.8.0", **lab.how(case))
+    wanted = lab.carry_out(2, [("load", run), ("train", 2)], "0.8.0", **how)
+    there = lab.folder / f"eight-{case}-megatron"
+    assert convert(run, there, ConvertOptions(to="megatron", fsync=False, workers=1, write=BY_SAMPLES)).lossless
+    for number, source in enumerate((run, there)):
+        root, _ = lab.convert(source, "verl", f"eight-{case}-{number}", like=str(run))
+        found = root / "global_step_3" / "actor"
+        assert {path.name for path in found.iterdir()} <= {"dist_ckpt", "huggingface", "mcore_rlhf"}
+        contents = {"load_contents": ["model", "optimizer", *(["extra"] if source is run else [])]}
+        assert lab.carry_out(2, [("load", found), ("train", 2)], "0.8.0", **how, **contents) == wanted, source
+    newer, job = lab.convert(run, "verl", f"eight-{case}-newer", tp=2, dp=1)
+    assert (newer / "global_step_3" / "actor" / "ckpt_contents.json").is_file()
+    assert "for a run of 0.8, --like FOLDER names a step of its own" in str(job.jobs["actor"].target.report)
+
+
 def test_verl_goes_on_with_other_ranks(lab: Lab) -> None:
     """Two data-parallel ranks in the place of two tensor-parallel ones, and what verl saves then is read."""
     run, wanted = lab.trained("buckets")

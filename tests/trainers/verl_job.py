@@ -32,11 +32,13 @@ def wrapped(orders: dict[str, Any]) -> torch.nn.Module:
     from verl.utils import fsdp_utils
 
     made, world = model_of(orders), dist.get_world_size()
+    if orders.get("lora"):
+        made = adapted(made, orders["seed"])
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     if size := orders.get("fsdp_size"):  # smaller than the world: so many ranks have a copy of all
         mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("ddp", "fsdp"))
     if orders["strategy"] == "fsdp":
-        policy = fsdp_utils.get_fsdp_wrap_policy(module=made, config=None)
+        policy = fsdp_utils.get_fsdp_wrap_policy(module=made, config=None, is_lora=bool(orders.get("lora")))
         kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim > 1 else ShardingStrategy.FULL_SHARD
         return FullyShardedDataParallel(
             made, auto_wrap_policy=policy, sharding_strategy=kind, device_mesh=mesh, use_orig_params=orders.get("original", False),
@@ -47,6 +49,21 @@ def wrapped(orders: dict[str, Any]) -> torch.nn.Module:
         how["shard_placement_fn"] = fsdp_utils.get_shard_placement_fn(world)
     layers = [orders["model"].capitalize() + "DecoderLayer"]  # which 0.7 takes from a list that has become a set
     fsdp_utils.apply_fsdp2(made, how, OmegaConf.create({"wrap_policy": {"transformer_layer_cls_to_wrap": layers}}))
+    return made
+
+
+def adapted(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """The model with an adapter, as verl's engine puts it there (``_build_lora_module``); no matrix is zero, and others after each seed."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    model.enable_input_require_grads()  # type: ignore[operator]
+    made = get_peft_model(
+        model, LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, lora_alpha=6, target_modules=["q_proj", "down_proj"])
+    )
+    torch.manual_seed(seed + 50)
+    for name, param in made.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(param.data, std=0.05)
     return made
 
 
@@ -64,7 +81,13 @@ class Run(Learner):
             self.optimizer, num_warmup_steps=2, num_training_steps=20, min_lr_ratio=0.1
         )
         contents = ["model", "optimizer", "extra"]
-        config = OmegaConf.create({"load_contents": orders.get("load_contents", contents), "save_contents": contents})
+        config = OmegaConf.create(
+            {
+                "load_contents": orders.get("load_contents", contents),
+                "save_contents": contents,
+                "save_lora_only": orders.get("lora") == "alone",
+            }
+        )
         self.manager = FSDPCheckpointManager(
             self.model, self.optimizer, self.schedule, processing_class=None, checkpoint_config=config
         )

@@ -13,6 +13,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
+from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.source import ParamGroup, Source, note_frozen
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torch_values import SmallTensor
@@ -200,6 +201,9 @@ def name_numbers(
         raise Unsupported(
             f"{folder}: the optimizer has states of the numbers {strange[:5]}, which no param group lists"
         )
+    if shapes and all(map(OF_ADAPTER.fullmatch, shapes)):  # its base is listed, too, and was not saved
+        for fields in ordered:
+            fields[PARAMS] = [number for number in _params(fields) if str(number) in states]
     deals = [(how, deal) for how, deal in _deals(shapes) if len(deal) == len(ordered)]
     known = {name: (prod(shape),) for name, shape in shapes.items()} if flat else shapes
     fitting = [(how, named) for how, deal in deals if (named := _named(ordered, deal, known, states)) is not None]

@@ -2,8 +2,9 @@
 
 Sources: torch 2.13.0, ``nn/modules/module.py`` (``named_parameters``), ``distributed/fsdp/_flat_param.py`` (``FlatParamHandle``:
 parameters one behind the other, padded at the end to a multiple of the ranks), ``distributed/fsdp/wrap.py``; verl 0.9.1,
-``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``: each of the model's ``_no_split_modules``, which are its layers, is a unit). Checked
-against the pieces of verl's own files bit for bit.
+``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``: each of the model's ``_no_split_modules``, which are its layers, is a unit; with a LoRA
+each module that is trained and has none in it, which are the adapter's matrices). Checked against the pieces of verl's own files bit for
+bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mcore_rlhf.core.catalog import Chunk, Record, Shape, dot, flat_boxes, row_m
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.models.huggingface.order import module_order
 
+_ADAPTER = re.compile(r"(.*\.lora_[AB]\.[^.]{1,100})\.[^.]+")
 _UNIT = re.compile(r"(.*?(?:^|\.)(?:layers|layer|blocks|block|h)\.\d{1,18})\.")
 
 
@@ -81,14 +83,14 @@ class Unit:
 
 
 def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
-    """What FSDP1 makes flat parameters of: what lies in no layer first, then layer after layer.
+    """What FSDP1 makes flat parameters of: what lies in no layer first, then layer after layer, behind each the adapter's matrices in it.
 
     Args:
-        shapes: Of the parameters that are trained, in the module's order.
+        shapes: Of the parameters, in the module's order.
     """
     found: dict[str, dict[str, Shape]] = {"": {}}
     for name, shape in shapes.items():
-        layer = _UNIT.match(name)
+        layer = _ADAPTER.fullmatch(name) or _UNIT.match(name)
         found.setdefault(layer[1] if layer else "", {})[name] = shape
     return [Unit(of) for of in found.values() if of]
 

@@ -11,6 +11,7 @@ from mcore_rlhf.core.facts import Fate, Rule, Values, same
 from mcore_rlhf.errors import LayoutMismatch, Lossy, Problems
 from mcore_rlhf.families.crossing.schedule import PER_GROUP
 from mcore_rlhf.families.fsdp.groups import completed, torch_class
+from mcore_rlhf.families.fsdp.state import EPOCH, MADE, scheduler_state
 from mcore_rlhf.families.module import USE_MUON
 from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.families.source import ParamGroup, Source
@@ -112,15 +113,34 @@ def _merged(source: Source, report: Report) -> ParamGroup:
     return replace(first, params=tuple(name for group in groups for name in group.params), expert=False)
 
 
-def rates_of(scheduler: Mapping[str, object], groups: Sequence[ParamGroup]) -> dict[str, object]:
-    """A scheduler's state with a value for each group in its lists: those of the first group where there were more.
-
-    Args:
-        scheduler: The state.
-        groups: The groups.
-    """
+def _rates_of(scheduler: Mapping[str, object], groups: Sequence[ParamGroup]) -> dict[str, object]:
+    """A scheduler's state with a value for each group in its lists: those of the first group where there were more."""
     count = len(groups)
     return {
         key: list(value)[:1] * count if key in PER_GROUP and isinstance(value, list) and len(value) != count else value
         for key, value in scheduler.items()
     }
+
+
+def scheduler_of(
+    source: Source, manner: Manner, groups: Sequence[ParamGroup], optimizer: bool, report: Report
+) -> Mapping[str, object] | None:
+    """That of a LambdaLR; None, which verl passes over, where there are no groups whose rates it could have.
+
+    Args:
+        source: The source.
+        manner: How the run has its files.
+        groups: The groups as it has them.
+        optimizer: Whether the optimizer is written.
+        report: Told how it was made.
+    """
+    if not optimizer:
+        stored = source.state.scheduler
+        if manner.strategy:  # whose loader takes a state in any case, and the run's own rates with this one
+            at = source.state.iteration
+            return {"lr_lambdas": [None], EPOCH: at, "_step_count": at + 1}
+        return dict(stored) if stored is not None and "base_lrs" in stored else None
+    dealt = replace(source, state=replace(source.state, groups=tuple(groups)))
+    report.through([MADE], dealt)
+    state = scheduler_state(dealt)
+    return {**manner.scheduler, **_rates_of(state, groups)}

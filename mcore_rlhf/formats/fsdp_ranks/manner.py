@@ -18,6 +18,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
+from mcore_rlhf.families.fsdp.model import model_config
 from mcore_rlhf.families.fsdp.order import units_of
 from mcore_rlhf.families.fsdp.state import SCHEDULER
 from mcore_rlhf.storage import reading
@@ -28,6 +29,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
+from .adapter import numbers_in
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, is_rank_files, rank_files
 
 VERSION = "FSDP_version"
@@ -58,7 +60,9 @@ class Manner:
         named: Whether its optimizer's states go by their parameters' names, as ``optimizer_transform_pre`` has them.
         says_names: Whether its param groups list names (``param_names``).
         members: The parameters of each, in its optimizer's order; None where nobody said.
+        alone: Of a run that saves its adapter without the base: how many parameters its optimizer lists, and which are the adapter's.
         strategy: What each rank's file says of its strategy, as SkyRL's do; empty for others'.
+        world: The ranks of the run that ``--like`` names, whom alone such files fit; 0 where none is named.
         copies: How ranks are dealt to copies of the model (HSDP); None where all have one together.
     """
 
@@ -74,7 +78,9 @@ class Manner:
     named: bool = False
     says_names: bool = False
     members: tuple[tuple[str, ...], ...] | None = None
+    alone: tuple[int, tuple[int, ...]] | None = None
     strategy: str = ""
+    world: int = 0
     copies: Copies | None = None
 
     @property
@@ -179,6 +185,7 @@ def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], opti
         model, optimizer: Files of both kinds, of the first rank at least; of the second kind there may be none.
     """
     states = _states(optimizer[0].tree) if optimizer else {}
+    found = replace(found, alone=numbers_in(model[0].tree, optimizer[0].tree, states) if optimizer else None)
     bare = any(isinstance(value, StoredTensor) and value.shape for of in states.values() for value in of.values())
     if not bare:
         return replace(found, version=found.version if optimizer and states else _version(root))
@@ -187,7 +194,11 @@ def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], opti
     groups = optimizer[0].tree.get("param_groups")  # bare states are a dictionary's
     held = [group.get(PARAMS) for group in groups if _is_dict(group)] if isinstance(groups, list) else []
     listed = sum(len(numbers) for numbers in held if isinstance(numbers, list))
-    return replace(found, version=1, original=max(len(states), listed) > len(units_of(shapes)))
+    units = len(units_of(shapes))
+    if found.alone is not None:  # a unit for each layer of the base, and one for what lies in none
+        layers = model_config(root).get("num_hidden_layers")
+        units += 1 + layers if type(layers) is int else 0
+    return replace(found, version=1, original=max(len(states), listed) > units)
 
 
 def _shape(part: Local | StoredTensor) -> Shape:
@@ -242,7 +253,9 @@ def like(folder: str, role: str) -> Manner:
     optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
     extra = read_pt(root, listed[EXTRA][0]).tree if listed[EXTRA] else {}
     scheduler = extra.get(SCHEDULER) if isinstance(extra, Mapping) else None
-    found = replace(with_strategy(manner_of(model), root, model, optimizer), strategy=strategy_in(extra))
+    found = replace(
+        with_strategy(manner_of(model), root, model, optimizer), strategy=strategy_in(extra), world=len(listed[MODEL])
+    )
     if optimizer:
         members = _members(model[0], optimizer[0], {VALUE_HEAD: SCORE} if found.strategy else {})
         found = replace(found, groups=_groups(optimizer[0]), members=members)
@@ -262,9 +275,10 @@ def of_run(extra: Mapping[str, object]) -> dict[str, object]:
 
 def _like_items(root: Path) -> Manner:
     files = rank_items.item_files(root)
-    model = read_rank_file(root, files.pop(rank_items.MODEL)[0])
+    models = files.pop(rank_items.MODEL)
+    model = read_rank_file(root, models[0])
     optimizer = [read_rank_file(root, name) for name in files.pop(rank_items.OPTIMIZER, [])[:1]]
-    found = with_items(manner_of([model]), model, optimizer, files)
+    found = replace(with_items(manner_of([model]), model, optimizer, files), world=len(models))
     scheduler = read_pt(root, files[SCHEDULER][0]).tree if SCHEDULER in files else None
     found = replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
     if not optimizer:
@@ -322,7 +336,10 @@ def _members(model: RankFile, optimizer: RankFile, called: Mapping[str, str]) ->
         names = name_numbers(collected, shapes, states, optimizer.directory.path.parent, Report())
     except Unsupported:
         return None
-    return tuple(tuple(called.get(name := names[str(number)], name) for number in group[PARAMS]) for group in groups)
+    return tuple(
+        tuple(called.get(name := names[str(number)], name) for number in group[PARAMS] if str(number) in names)
+        for group in groups
+    )
 
 
 def _is_dict(value: Any) -> bool:

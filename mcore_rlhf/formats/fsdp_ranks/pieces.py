@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rlhf.core.catalog import Chunk, Shape, dot, flat_boxes, row_major
 from mcore_rlhf.families.fsdp.order import Unit, by_table, units_of
+from mcore_rlhf.families.lora.names import OF_ADAPTER, in_base
 from mcore_rlhf.storage.stored import StoredTensor
 
 
@@ -75,10 +76,12 @@ def units_in(
     config: Mapping[str, object],
     world: int,
     copies: int = 1,
-) -> list[Unit] | None:
-    """The flat parameters of a model, where a table says their order and every rank has the piece of each that it should; else None.
+) -> dict[str, Unit] | None:
+    """The flat parameters of a model by their numbers, where a table says their order and every rank has the piece of each that it should;
+    else None.
 
-    A flat parameter is trained as a whole or not at all, and one that is not has no states; the optimizer lists it all the same.
+    A flat parameter is trained as a whole or not at all, and one that is not has no states; the optimizer lists it all the same. So it does
+    where an adapter is saved without its base: those that have states are its matrices.
     Sources: torch 2.13.0, ``distributed/fsdp/_flat_param.py`` (``_validate_tensors_to_flatten``); verl 0.9.1,
     ``workers/engine/fsdp/transformer_impl.py`` (``_build_optimizer``: of ``parameters()``).
 
@@ -90,13 +93,18 @@ def units_in(
         world: Ranks.
         copies: See :class:`Pieces`.
     """
-    if by_table(shapes, config) != list(shapes):
+    base = [in_base(name) or name for name in shapes if not OF_ADAPTER.fullmatch(name)]
+    if by_table(base, config) != base:
         return None
     units = units_of(shapes)
-    wanted = {str(number): [(unit.piece(world // copies),)] * world for number, unit in enumerate(units)}
-    fits = list(map(str, listed)) == list(wanted) and all(
+    numbers = [str(number) for number in range(len(listed)) if base or str(number) in found]
+    if [*listed] != [*range(len(listed))] or len(numbers) != len(units):
+        return None
+    of_numbers = dict(zip(numbers, units, strict=True))
+    wanted = {number: [(unit.piece(world // copies),)] * world for number, unit in of_numbers.items()}
+    fits = all(
         [piece.shape for piece in pieces] == wanted.get(number)
         for number, of in found.items()
         for pieces in of.values()
     )
-    return units if fits else None
+    return of_numbers if fits else None

@@ -46,6 +46,7 @@ from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torchzip import read_directory
 
 from . import rank_items
+from .adapter import said_of, saying
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
 from .manner import SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
@@ -165,11 +166,8 @@ class _RanksReader:
     def _trained(self, group: ParamGroup, states: Mapping[str, object]) -> ParamGroup:
         """A group without what is in it and frozen, as what lies beside says."""
         still = () if self.sidecar is None else self.sidecar.frozen
-        return (
-            group
-            if not still
-            else replace(group, params=tuple(n for n in group.params if n in states or n not in still))
-        )
+        kept = (name for name in group.params if name in states or name not in still)
+        return replace(group, params=tuple(kept)) if still else group
 
     def _may_be_trained(self, name: str, parts: Sequence[Any], dtype: DType) -> bool:
         if self.sidecar is not None:
@@ -357,17 +355,17 @@ class _RanksReader:
         }
 
     def _taken_apart(
-        self, found: Mapping[str, Mapping[str, list[Any]]], units: Sequence[Unit], copies: int
+        self, found: Mapping[str, Mapping[str, list[Any]]], units: Mapping[str, Unit], copies: int
     ) -> dict[str, dict[str, list[Any]]]:
         """The states of all parameters, each in its unit's pieces; groups and steps by name."""
-        named = [(str(number), name) for number, unit in enumerate(units) for name in unit.shapes]
+        named = [(number, name) for number, unit in units.items() for name in unit.shapes]
         self.collected.fields[0][PARAMS] = [name for _, name in named]
         steps = self.collected.scalars
         self.collected.scalars = {name: steps[number] for number, name in named if number in steps}
         text = "by the order of its table, each layer flattened as FSDP1 does it; all pieces have their lengths"
         self.notes.add(Fate.DERIVED, f"names of the optimizer's {len(units)} flat parameters: {text}")
         return {
-            name: {key: [Flattened(name, units[int(number)], tuple(of), copies)] for key, of in found[number].items()}
+            name: {key: [Flattened(name, units[number], tuple(of), copies)] for key, of in found[number].items()}
             for number, name in named
             if number in found
         }
@@ -459,6 +457,7 @@ class _RanksReader:
             states = [tree.get(RNG) for tree in trees.values()]
             self.random += [state for state in states if isinstance(state, Mapping)]
             other |= first
+        other |= {} if self.items else said_of(self.root)
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
         if self.sidecar is not None:
@@ -496,4 +495,5 @@ class _RanksReader:
         zips = {file.file: file.directory for file in (*self.model, *self.optim)}
         zips |= {name: read_directory(self.root / name) for names in self.extra.values() for name in names}
         items = [StoredFile.at(self.root, name) for name in (rank_items.METADATA,) if (self.root / name).is_file()]
+        items += [StoredFile.at(self.root, name) for name in saying(self.root)]
         return (*(StoredFile.of_zip(*one) for one in zips.items()), *items, *sidecar_files(self.root))

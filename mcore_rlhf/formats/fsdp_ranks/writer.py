@@ -29,7 +29,7 @@ from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, check_groups, completed, own_scalars
 from mcore_rlhf.families.fsdp.masters import OF_MASTERS, Trained
 from mcore_rlhf.families.fsdp.order import Unit, ordered, units_of
-from mcore_rlhf.families.fsdp.state import EPOCH, MADE, RNG, SCHEDULER, scheduler_state
+from mcore_rlhf.families.fsdp.state import RNG, SCHEDULER
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -44,8 +44,9 @@ from mcore_rlhf.storage.dcp.sharded import dtensor
 from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
+from .adapter import is_alone, texts_of
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
-from .groups import as_run_has, rates_of
+from .groups import as_run_has, scheduler_of
 from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, dealt_to, like
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
@@ -63,8 +64,7 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     report = source.notes.for_target()
     module, own = ModuleState.needed(source, "fsdp-ranks"), RanksState.of(source)
     manner, shown_by = _manner(source, own, options)
-    shown = () if manner.copies is None or options.like is None else manner.copies.groups
-    world = options.dp or len(shown) or source.parallel.dp
+    world = options.dp or manner.world or source.parallel.dp
     if world > MOST_RANKS:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
     manner = dealt_to(manner, world, options.like)
@@ -83,7 +83,7 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
     ranks = _Ranks(source, module, manner, shown_by, options, world, optimizer, groups, view)
     ranks.check()
     report.through(_RULES, ranks)
-    scheduler = _scheduler(source, manner, groups, optimizer, report) if ranks.has_place(SCHEDULER) else None
+    scheduler = scheduler_of(source, manner, groups, optimizer, report) if ranks.has_place(SCHEDULER) else None
     random = states_of_ranks(source, world, options.rng, report) if ranks.has_place(RNG) else [None] * world
     return ranks.target(scheduler, random, report)
 
@@ -114,22 +114,6 @@ def _of_trainer(manner: Manner, options: WriteOptions, by: str) -> tuple[Manner,
         )
     own = Manner(device=manner.device, release=manner.release, strategy=wanted)
     return own, f"as {options.run_of.name} has them; --like FOLDER takes them from the run's own"
-
-
-def _scheduler(
-    source: Source, manner: Manner, groups: Sequence[ParamGroup], optimizer: bool, report: Report
-) -> Mapping[str, object] | None:
-    """That of a LambdaLR; None, which verl passes over, where there are no groups whose rates it could have."""
-    if not optimizer:
-        stored = source.state.scheduler
-        if manner.strategy:  # whose loader takes a state in any case, and the run's own rates with this one
-            at = source.state.iteration
-            return {"lr_lambdas": [None], EPOCH: at, "_step_count": at + 1}
-        return dict(stored) if stored is not None and "base_lrs" in stored else None
-    dealt = replace(source, state=replace(source.state, groups=tuple(groups)))
-    report.through([MADE], dealt)
-    state = scheduler_state(dealt)
-    return {**manner.scheduler, **rates_of(state, groups)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +178,14 @@ class _Ranks:
                 f"{self.source.root}: {number}: no table has {some}",
                 "--reference-config names the model's config.json, by which a table is found; --no-optimizer writes the weights alone.",
             )
+        counted = len(self._params())
+        if self.optimizer and is_alone(self.source) and (self._alone is None or len(self._alone[1]) != counted):
+            problems.add(
+                Unsupported,
+                f"{self.source.root}: is an adapter without its base, which the optimizer of such a run counts, too; which numbers "
+                f"the adapter's {counted} tensors have is not known here",
+                "--like FOLDER names a step that the run itself saved (save_lora_only); --no-optimizer writes the weights alone.",
+            )
         problems.raise_if_any()
 
     def target(self, scheduler: Mapping[str, object] | None, random: Sequence[Rng | None], report: Report) -> Target:
@@ -210,6 +202,7 @@ class _Ranks:
         report.through(UNHELD, lost)
         report.through(_LACKING, [item for item in manner.items or () if item not in beside])
         if manner.items is None:
+            texts |= texts_of(self.source)
             said = {STRATEGY: manner.strategy} if manner.strategy else {VERSION: manner.version}
             texts[CONFIG] = json.dumps({**said, "world_size": self.world}, indent=4)
         else:
@@ -271,7 +264,16 @@ class _Ranks:
     def _keyed(self) -> list[tuple[int | str, str]]:
         """Every parameter of the optimizer, by the key of its states."""
         names = [name for group in self._members() for name in group]
-        return [(name if self.manner.named else number, name) for number, name in enumerate(names)]
+        numbered = zip(self._numbers(len(names)), names, strict=True)
+        return [(name if self.manner.named else number, name) for number, name in numbered]
+
+    @property
+    def _alone(self) -> tuple[int, tuple[int, ...]] | None:
+        return self.manner.alone if is_alone(self.source) else None
+
+    def _numbers(self, count: int) -> Sequence[int]:
+        """The numbers of so many parameters, or flat parameters; those of an adapter alone are where its run has them."""
+        return range(count) if self._alone is None else self._alone[1]
 
     def _holds(self) -> Inventory:
         """All that the files have no place for lies beside them, but for random states."""
@@ -373,7 +375,7 @@ class _Ranks:
         """A rank's part of FSDP1's optimizer: a piece of each of its flat parameters."""
         file, state, units = PtLayout(path), dict[int, Any](), self._units()
         still = self._frozen()
-        for number, unit in enumerate(units):
+        for number, unit in zip(self._numbers(len(units)), units, strict=True):
             if still.issuperset(unit.shapes):
                 continue
             entries = {name: {entry.name.state: entry for entry in self._states(name)} for name in unit.shapes}
@@ -433,6 +435,7 @@ class _Ranks:
                 fields = {key: value for key, value in fields.items() if key in group.fields or key in own}
             if self.manner.says_names:
                 fields[rank_items.NAMES] = list(self._members()[number])
+            count = count if self._alone is None else self._alone[0]
             if not self.manner.named:
                 fields[PARAMS] = list(range(first, first + count))
             groups.append(fields)

@@ -155,11 +155,14 @@ class _DistWriter:
         if run.choices.optimizer is not None:
             in_buckets = sharding_of(run) == DP_RESHARDABLE
             states = self._buckets() if in_buckets else Contents(run, self.spelling, self.num_layers, params=False)
-            held = states.objects if isinstance(states, BucketContents) else []
+            held = [
+                *(states.objects if isinstance(states, BucketContents) else []),
+                *(of_ranks if parts.together else []),
+            ]
             beside = partial(of_optimizer, scheduler=parts.scheduler, alone=self.bridged is not None)
             shared: Callable[[Tree], Tree] = optimizer_alone if parts.adapted else beside
-            found.append(self._folder(parts.optimizer, [states], list(held), shared))
-        if of_ranks and not parts.adapted:
+            found.append(self._folder(parts.optimizer, [states], held, shared))
+        if of_ranks and not parts.adapted and not (parts.together and found):
             found.append(self._folder(parts.extra, [], of_ranks, lambda tree: {CONTENT: tree[CONTENT]}))
         return found
 
@@ -260,6 +263,9 @@ _OF_KEYS: tuple[Rule[_DistWriter], ...] = (
          f"moments of other parameters without a word, where {FULLY_RESHARDABLE} is right for any",
          lambda w: sharding_of(w.run) == DP_RESHARDABLE and w.run.options.run_of.parts is not None
          and ("local" if w.spelling.separate_norms else "transformer_engine")),
+    Rule(Fate.NOTE, "folders: {found}, as verl has them from 0.9 on; for a run of 0.8, --like FOLDER names a step of its own",
+         lambda w: (of := w.run.options.run_of.parts) is not None and of.contents and not of.adapted
+         and ", ".join(filter(None, (of.model or of.described, of.optimizer, of.extra)))),
 )  # fmt: skip
 """Where keys are not as Megatron has them of a model that is trained whole; where they do not tell an order that matters."""
 

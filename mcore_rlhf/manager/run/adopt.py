@@ -7,7 +7,7 @@ Source of the layout that is met most: RLinf ``rlinf/runners/reasoning_runner.py
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
@@ -26,6 +26,7 @@ from mcore_rlhf.errors import (
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import detect, open_checkpoint
+from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage.beneath import remove_beneath
 from mcore_rlhf.storage.links import require_inside
 from mcore_rlhf.storage.manifest import PREFIX, FileEntry, Manifest, crc_of_file, provenance
@@ -36,7 +37,7 @@ from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
-from ..runs import run_at, step_at
+from ..runs import goes_without, run_at, step_at
 from . import steps
 from .checks import FOLDERS, check_values, holds_values
 from .steps import NOTE
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from mcore_rlhf.storage.objects import ObjectStore
 
 _OURS = (MANIFEST_NAME, steps.MANIFEST, NOTE)
+MISSING = "missing"
+"""The key of a manifest's report for what :func:`less_than_whole` found."""
 Progress = Callable[[int], None]
 _Signature = dict[str, tuple[int, object]]
 """Length and time of change of every file (in a store, its tag), to notice a step that is still being written."""
@@ -94,7 +97,7 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
     if (folder / name).is_file() or (folder / name).is_symlink():
         raise Corrupt(f"{folder}: has a manifest already, but {_why(folder)}\nOnly a step without one can be adopted.")
     before = _signature(folder)
-    parts, looked_at = _verified_models(folder, step, how)
+    parts, looked_at, ranks = _verified_models(folder, step, how)
     check_values(folder, before.keys() - looked_at, how.options.stubs).raise_if_any()
     files = {name: FileEntry(nbytes, crc_of_file(folder / name, how.progress)) for name, (nbytes, _) in before.items()}
     if _signature(folder) != before:
@@ -107,10 +110,24 @@ def adopt(folder: ReadablePath, how: Adoption | None = None) -> Manifest:
         transaction=new_transaction(),
         parts=tuple(parts),
         provenance=provenance(adopted=True),
-        report={"metrics": {}, "verified": how.depth.value},
+        report={"metrics": {}, "verified": how.depth.value, MISSING: less_than_whole(folder, ranks)},
     )
     _commit(folder, name, manifest)
     return manifest
+
+
+def less_than_whole(folder: ReadablePath, ranks: Sequence[ParallelConfig]) -> list[str]:
+    """Files that a step's trainer writes and goes on without, and that are not there: a sentence for each.
+
+    Args:
+        folder: The step's.
+        ranks: Of its models.
+
+    Raises:
+        LayoutMismatch: It has files of two trainers.
+    """
+    dp, world = max((of.dp for of in ranks), default=1), max((of.world_size for of in ranks), default=1)
+    return goes_without(folder, dp=dp, world=world)
 
 
 def _commit(folder: ReadablePath, name: str, manifest: Manifest) -> None:
@@ -222,14 +239,16 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _verified_models(folder: ReadablePath, step: int, how: Adoption) -> tuple[list[dict[str, object]], set[str]]:
-    """The parts of a step, each of which was verified, and the files of the step that were looked at with them.
+def _verified_models(
+    folder: ReadablePath, step: int, how: Adoption
+) -> tuple[list[dict[str, object]], set[str], list[ParallelConfig]]:
+    """The parts of a step, each of which was verified, the files of the step that were looked at with them, and their ranks.
 
     Raises:
         NotACheckpoint: It has none.
         CheckpointError: One of them is damaged.
     """
-    problems, parts, looked_at = Problems(), list[dict[str, object]](), set[str]()
+    problems, parts, looked_at, ranks = Problems(), list[dict[str, object]](), set[str](), list[ParallelConfig]()
     for role, place in _models(folder):
         try:
             verdict = verify(place, replace(how.options, role=role), how.depth, how.workers, how.progress)
@@ -238,13 +257,14 @@ def _verified_models(folder: ReadablePath, step: int, how: Adoption) -> tuple[li
             if source is None:
                 continue
             problems.extend(_of_step(source, place, step).found)
+            ranks.append(source.parallel)
             unread = {"unread": headline(source.unread)} if source.unread else {}
             parts.append({"role": role, "format": source.format, "parallel": str(source.parallel), **unread})
             looked_at |= {(source.root / file.path).relative_to(folder).as_posix() for file in source.files}
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
-    return parts, looked_at
+    return parts, looked_at, ranks
 
 
 def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:

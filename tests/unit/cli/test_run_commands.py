@@ -271,6 +271,7 @@ def test_adopt_commits_a_step(cli: Cli, foreign: Path) -> None:
     assert outcome.code == 0
     assert "adopted; 3 files" in outcome.stdout
     assert "actor megatron, TP1×PP1×DP1" in outcome.words()
+    assert "missing data/data.pt: without it RLinf begins its data anew" in outcome.words()
     assert cli("steps", foreign.parent).code == 0
     again = cli("adopt", foreign)
     assert (again.code, "is committed already" in again.stdout) == (0, True)

@@ -71,6 +71,32 @@ def test_each_part_holds_what_verl_looks_for_there(role: Path) -> None:
     assert keys_of(role, "extra") == {f"rng_state/shard_{pp}.{tp}_2.2" for pp in (0, 1) for tp in (0, 1)}
 
 
+@pytest.mark.parametrize("weights", ["dist_ckpt", "huggingface"])
+def test_a_run_of_0_8_shows_its_own_layout(role: Path, tmp_path: Path, weights: str) -> None:
+    """All in one folder, the weights too, or as Hugging Face's files beside it; 0.9's is said where nobody shows another."""
+    like, root = tmp_path / "global_step_1" / "actor", tmp_path / "run"
+    shutil.copytree(role / "model" / "dist_ckpt", like / "dist_ckpt")
+    if weights == "huggingface":
+        (like / "huggingface").mkdir()
+        (like / "huggingface" / "model.safetensors").write_bytes(b"")
+    done, found = into(MEGATRON, root, **LAYOUT, like=str(like)), root / "global_step_2" / "actor"
+    assert ("dist_checkpointing_path" in done.told) == (weights == "dist_ckpt")
+    assert "/actor/dist_ckpt " in done.told or weights == "huggingface"
+    assert not (found / "ckpt_contents.json").exists()
+    assert {"optimizer", "lr_scheduler"} <= {*shared_of(found.parent, "actor")}
+    assert "opt_param_scheduler" not in shared_of(found.parent, "actor")
+    keys = keys_of(found.parent, "actor")
+    assert {key.partition(".")[0].partition("/")[0] for key in keys} >= {"optimizer", "rng_state"}
+    assert any(key.startswith("decoder.") for key in keys) == (weights == "dist_ckpt")
+    assert (found / "huggingface" / "model.safetensors").is_file() == (weights == "huggingface")
+    there, back = open_checkpoint(MEGATRON, ReadOptions()), open_checkpoint(found, ReadOptions())
+    with bytes_of(there) as bytes_a, bytes_of(back) as bytes_b:
+        differ = Differ(there, back, bytes_a, bytes_b).compare()
+    assert (back.states, [one.name for one in differ.differences if one.tensor is not None]) == (there.states, [])
+    assert "for a run of 0.8" not in str(done.jobs["actor"].target.report)
+    assert "for a run of 0.8" in str(into(MEGATRON, tmp_path / "newer", **LAYOUT).jobs["actor"].target.report)
+
+
 @pytest.fixture(scope="module")
 def bridged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, into a run that has its weights as a bridge writes them."""

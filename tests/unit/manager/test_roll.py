@@ -140,7 +140,9 @@ def test_a_step_of_another_name_is_at_its_own_iteration(root: Path, called: str)
 def test_a_rank_without_random_states_is_named(root: Path) -> None:
     (root / STEP / "rng_state" / "rng_state_0.pth").unlink()
     assert goes_without(root / STEP)[0].startswith("rng_state/rng_state_0.pth: without it")
-    assert "missing" in CliRunner().invoke(app, ["verify", str(root)], prog_name="mcore-rlhf").output
+    said = "missing  rng_state/rng_state_0.pth: without it ROLL"
+    for command in (["verify", str(root)], ["adopt", str(root / STEP)], ["verify", str(root / STEP)]):
+        assert said in CliRunner().invoke(app, command, prog_name="mcore-rlhf").output, command
 
 
 def test_one_process_of_mcore_adapters_trainer(root: Path) -> None:
