@@ -113,10 +113,9 @@ def _most(models: Mapping[str, Facts], of: str) -> int:
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify one model.
 
-    Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``missing`` (texts: weights that most such models have, and no file lists);
-    ``problems`` (``kind``, ``message``, ``advice``);
-    ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
-    not be opened); ``unread`` (why the optimizer is not understood, or null).
+    Keys: ``path``; ``intact``; ``depth``; ``checked``, ``unchecked`` (texts); ``missing`` (texts: weights that most such models have,
+    and no file lists); ``problems`` (``kind``, ``message``, ``advice``); ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see
+    :func:`~.describe.source_facts`; null where it could not be opened); ``unread`` (why the optimizer is not understood, or null).
     """
     began = time.monotonic()
     verdict = verify(path, options, depth, workers, progress.advance, partial(progress.stage, f"verifying {path}"))
@@ -125,6 +124,7 @@ def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers
         "intact": verdict.intact,
         "depth": depth.value,
         "checked": verdict.checked,
+        "unchecked": verdict.unchecked,
         "missing": list(gaps(verdict.source)) if verdict.source is not None else [],
         "problems": problem_facts(verdict.problems.found),
         "manifest": verdict.manifest,
@@ -159,6 +159,8 @@ def _print_model(facts: Facts) -> None:
     say(verdict_line(facts))
     for text in facts["checked"]:
         say(f"  checked  {text}")
+    for text in facts["unchecked"]:
+        say(f"  not checked  {text}")
     for text in facts["missing"]:
         say(f"  missing  {text}")
     if facts["unread"]:
@@ -197,8 +199,9 @@ def _print_step(facts: Facts) -> None:
             continue
         found = verdict["checkpoint"]
         say(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
-        for text in verdict["missing"]:
-            say(f"    missing  {text}")
+        for label, texts in (("not checked", verdict["unchecked"]), ("missing", verdict["missing"])):
+            for text in texts:
+                say(f"    {label}  {text}")
         if verdict["unread"]:
             say("    not understood  " + verdict["unread"].replace("\n", "\n      "))
         print_problems(verdict["problems"])
