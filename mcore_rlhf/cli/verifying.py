@@ -34,6 +34,8 @@ from .describe import (
 from .output import Facts, count, duration, emit_json, rate, say, size
 from .progress import shown_progress
 
+_SHOWN = 10
+
 
 def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
     """Verify a checkpoint and print the verdict.
@@ -113,9 +115,10 @@ def _most(models: Mapping[str, Facts], of: str) -> int:
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify one model.
 
-    Keys: ``path``; ``intact``; ``depth``; ``checked``, ``unchecked`` (texts); ``missing`` (texts: weights that most such models have,
-    and no file lists); ``problems`` (``kind``, ``message``, ``advice``); ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see
-    :func:`~.describe.source_facts`; null where it could not be opened); ``unread`` (why the optimizer is not understood, or null).
+    Keys: ``path``; ``intact``; ``depth``; ``checked``, ``unchecked``, ``contradicts`` (texts); ``missing`` (texts: weights that most
+    such models have, and no file lists); ``problems`` (``kind``, ``message``, ``advice``); ``manifest``; ``bytes`` read; ``seconds``;
+    ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could not be opened); ``unread`` (why the optimizer is not
+    understood, or null).
     """
     began = time.monotonic()
     verdict = verify(path, options, depth, workers, progress.advance, partial(progress.stage, f"verifying {path}"))
@@ -125,6 +128,7 @@ def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers
         "depth": depth.value,
         "checked": verdict.checked,
         "unchecked": verdict.unchecked,
+        "contradicts": verdict.contradicts,
         "missing": list(gaps(verdict.source)) if verdict.source is not None else [],
         "problems": problem_facts(verdict.problems.found),
         "manifest": verdict.manifest,
@@ -159,13 +163,18 @@ def _print_model(facts: Facts) -> None:
     say(verdict_line(facts))
     for text in facts["checked"]:
         say(f"  checked  {text}")
-    for text in facts["unchecked"]:
-        say(f"  not checked  {text}")
-    for text in facts["missing"]:
-        say(f"  missing  {text}")
+    _say_doubts(facts, "  ")
     if facts["unread"]:
         say("  not understood  " + facts["unread"].replace("\n", "\n    "))
     print_problems(facts["problems"])
+
+
+def _say_doubts(facts: Facts, indent: str) -> None:
+    for label, key in (("not checked", "unchecked"), ("contradicts", "contradicts"), ("missing", "missing")):
+        for text in facts[key][:_SHOWN]:
+            say(f"{indent}{label}  {text}")
+        if len(facts[key]) > _SHOWN:
+            say(f"{indent}{label}  {len(facts[key]) - _SHOWN} more (--json lists all)")
 
 
 def _print_newer(problems: list[Facts]) -> None:
@@ -199,9 +208,7 @@ def _print_step(facts: Facts) -> None:
             continue
         found = verdict["checkpoint"]
         say(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
-        for label, texts in (("not checked", verdict["unchecked"]), ("missing", verdict["missing"])):
-            for text in texts:
-                say(f"    {label}  {text}")
+        _say_doubts(verdict, "    ")
         if verdict["unread"]:
             say("    not understood  " + verdict["unread"].replace("\n", "\n      "))
         print_problems(verdict["problems"])

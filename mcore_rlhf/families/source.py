@@ -90,6 +90,31 @@ def uneven_schedule(scheduler: Mapping[str, object] | None) -> str:
     return f"{BASE_LRS} of {rates} param groups and {LAMBDAS} of {len(lambdas)}, of which one for each group is asked at the next step"
 
 
+def contradictory_rates(state: TrainingState) -> list[str]:
+    """Learning rates that torch's scheduler and the param groups say otherwise, in words: who saves both at once saves the same numbers.
+
+    Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler.__init__`` takes ``base_lrs`` of the groups' ``initial_lr``,
+    ``_update_lr`` takes ``_last_lr`` of their ``lr``).
+    """
+    said = []
+    for key, name in ((LAST_LRS, "lr"), (BASE_LRS, "initial_lr")):
+        rates, held = (state.scheduler or {}).get(key), [group.fields.get(name) for group in state.groups]
+        if (
+            isinstance(rates, list)
+            and len(rates) == len(held)
+            and all(type(n) is float for n in (*rates, *held))
+            and rates != held
+        ):
+            both = f"the scheduler's {key} is {_few(rates)}, and {name} of the param groups is {_few(held)}"
+            said.append(f"{both}: one of them was changed, or is another save's, and each loader goes by one of them")
+    return said
+
+
+def _few(numbers: Sequence[object]) -> str:
+    """The first few of many."""
+    return f"[{', '.join(map(repr, numbers[:4]))}{', …' if len(numbers) > 4 else ''}]"
+
+
 @dataclass(slots=True)
 class TrainingState:
     """What a checkpoint holds besides tensors.

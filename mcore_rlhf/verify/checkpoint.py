@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import MASTER
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
+from mcore_rlhf.families.source import Source, bytes_of, contradictory_rates, uneven_schedule
 from mcore_rlhf.formats.registry import is_model, open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -48,6 +48,7 @@ class Verdict:
         nbytes: Bytes whose checksum was computed.
         checked: What was checked, in words.
         unchecked: What a deeper look would check besides.
+        contradicts: What two places say otherwise, of which a loader takes one: nothing is broken, and one of them is not as saved.
     """
 
     problems: Problems = field(default_factory=Problems)
@@ -56,6 +57,7 @@ class Verdict:
     nbytes: int = 0
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    contradicts: list[str] = field(default_factory=list)
 
     @property
     def intact(self) -> bool:
@@ -120,6 +122,10 @@ def _verified(
         if wrong := uneven_schedule(source.state.scheduler):
             advice = "Take the scheduler's state of another copy, or of another step."
             verdict.problems.add(LayoutMismatch, f"{source.root}: the scheduler's state has {wrong}", advice)
+        verdict.contradicts.extend(contradictory_rates(source.state))
+        verdict.contradicts.extend(
+            f"{name}: not what the first rank has there, or a value that is not known" for name in source.unplaced
+        )
     except CheckpointError as error:
         if error.exit_code == 2:
             raise
