@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from mcore_rlhf.core.catalog import MASTER
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.options import ReadOptions
@@ -198,7 +198,8 @@ def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem
 
 def _has_copies(source: Source) -> bool:
     """Whether the same numbers lie there twice, so that a file of another rank or step may be sound and yet not belong there."""
-    return MASTER in source.states or source.parallel.tp > 1
+    names = ([TensorName(source.role, spec.name, state) for state in (PARAM, MASTER)] for spec in source.model.params)
+    return source.parallel.tp > 1 or any(all(name in source.catalog for name in both) for both in names)
 
 
 def _checksums(source: Source) -> str:
