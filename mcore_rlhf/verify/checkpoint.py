@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.source import Source, bytes_of, contradictory_rates, uneven_schedule
+from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
 from mcore_rlhf.formats.registry import is_model, open_checkpoint
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -122,7 +122,7 @@ def _verified(
         if wrong := uneven_schedule(source.state.scheduler):
             advice = "Take the scheduler's state of another copy, or of another step."
             verdict.problems.add(LayoutMismatch, f"{source.root}: the scheduler's state has {wrong}", advice)
-        verdict.contradicts.extend(contradictory_rates(source.state))
+        verdict.contradicts.extend(source.notes.contradictions)
         verdict.contradicts.extend(
             f"{name}: not what the first rank has there, or a value that is not known" for name in source.unplaced
         )

@@ -270,3 +270,17 @@ def test_learning_rates_and_ranks_that_contradict_each_other_are_named(tmp_path:
         in rank
     )
     assert any("base_lrs" in str(line) for line in open_checkpoint(step, ReadOptions()).notes.lines)
+
+
+def test_arguments_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    """Between ranks, and in one file that has no other beside it."""
+    many, one = (copied(name, tmp_path / name) for name in (MANY, ONE))
+    with edited(many / ITERATION / "mp_rank_01_001" / MODEL) as tree:
+        tree["args"].seed = 99
+    with edited(one / ITERATION / "mp_rank_00" / MODEL) as tree:
+        tree["args"].world_size = 3
+    (of_ranks,), (of_degrees,) = (verify(path, ReadOptions()).contradicts for path in (many, one))
+    assert (
+        of_ranks == "mp_rank_01_001: other arguments than those of mp_rank_00_000, which are taken: seed (99, not 1234)"
+    )
+    assert "args.world_size is 3, and tensor_model_parallel_size 1" in of_degrees
