@@ -33,6 +33,7 @@ from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
 from mcore_rlhf.suggestions import did_you_mean, hub_name
 from mcore_rlhf.trainers.known import TRAINERS
+from mcore_rlhf.trainers.torchdata import astray
 
 from .base import Format
 from .believing import opened, roles_of

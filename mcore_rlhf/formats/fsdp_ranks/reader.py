@@ -489,7 +489,7 @@ class _RanksReader:
         if item:
             return {item: tree}
         found = dict(tree) if isinstance(tree, dict) else {}
-        return of_run(found) if self.strategy else found
+        return of_run(found, name) if self.strategy else found
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
