@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mcore_rlhf.manager.subject import ChosenStep, Subject
     from mcore_rlhf.report.page import Origin
 
-_SHOWN_PROBLEMS = 20
+_SHOWN_PROBLEMS, _SHOWN_STEPS = 20, 10
 _OF_CONVERSIONS = ("account", "lines", "source", "converted_from")
 _OF_RUNS = ("save_seconds", "stall_seconds", "live")
 _REASONS = {
@@ -95,8 +95,10 @@ def print_choice(chosen: ChosenStep | None) -> None:
     if chosen is None or not chosen.passed_over:
         return
     say(f"{chosen.root}: {chosen.folder.name} is taken, the {_REASONS[chosen.why]}; newer, and passed over:")
-    for step in chosen.passed_over:
+    for step in chosen.passed_over[:_SHOWN_STEPS]:
         say(f"  {step.describe()}")
+    if len(chosen.passed_over) > _SHOWN_STEPS:
+        say(f"  … {len(chosen.passed_over) - _SHOWN_STEPS} more: mcore-rlhf steps lists them")
 
 
 def step_facts(step: Subject) -> Facts:

@@ -34,6 +34,8 @@ from .describe import (
 from .output import Facts, count, duration, emit_json, rate, say, size
 from .progress import shown_progress
 
+_SHOWN = 10
+
 
 def run(path: Path, options: ReadOptions, depth: Depth, workers: int, json: bool) -> None:
     """Verify a checkpoint and print the verdict.
@@ -114,10 +116,10 @@ def _most(models: Mapping[str, Facts], of: str) -> int:
 def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers: int, progress: Progress) -> Facts:
     """Verify one model.
 
-    Keys: ``path``; ``intact``; ``depth``; ``checked`` (texts); ``missing`` (texts: weights that most such models have, and no file lists);
-    ``problems`` (``kind``, ``message``, ``advice``);
-    ``manifest``; ``bytes`` read; ``seconds``; ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could
-    not be opened); ``unread`` (why the optimizer is not understood, or null).
+    Keys: ``path``; ``intact``; ``depth``; ``checked``, ``unchecked``, ``contradicts`` (texts); ``missing`` (texts: weights that most
+    such models have, and no file lists); ``problems`` (``kind``, ``message``, ``advice``); ``manifest``; ``bytes`` read; ``seconds``;
+    ``checkpoint`` (see :func:`~.describe.source_facts`; null where it could not be opened); ``unread`` (why the optimizer is not
+    understood, or null).
     """
     began = time.monotonic()
     verdict = verify(path, options, depth, workers, progress.advance, partial(progress.stage, f"verifying {path}"))
@@ -126,6 +128,8 @@ def verify_facts(path: ReadablePath, options: ReadOptions, depth: Depth, workers
         "intact": verdict.intact,
         "depth": depth.value,
         "checked": verdict.checked,
+        "unchecked": verdict.unchecked,
+        "contradicts": verdict.contradicts,
         "missing": list(gaps(verdict.source)) if verdict.source is not None else [],
         "problems": problem_facts(verdict.problems.found),
         "manifest": verdict.manifest,
@@ -160,11 +164,18 @@ def _print_model(facts: Facts) -> None:
     say(verdict_line(facts))
     for text in facts["checked"]:
         say(f"  checked  {text}")
-    for text in facts["missing"]:
-        say(f"  missing  {text}")
+    _say_doubts(facts, "  ")
     if facts["unread"]:
         say("  not understood  " + facts["unread"].replace("\n", "\n    "))
     print_problems(facts["problems"])
+
+
+def _say_doubts(facts: Facts, indent: str) -> None:
+    for label, key in (("not checked", "unchecked"), ("contradicts", "contradicts"), ("missing", "missing")):
+        for text in facts[key][:_SHOWN]:
+            say(f"{indent}{label}  {text}")
+        if len(facts[key]) > _SHOWN:
+            say(f"{indent}{label}  {len(facts[key]) - _SHOWN} more (--json lists all)")
 
 
 def _print_newer(problems: list[Facts]) -> None:
@@ -198,8 +209,7 @@ def _print_step(facts: Facts) -> None:
             continue
         found = verdict["checkpoint"]
         say(f"  {role}  {layout_line(found) if found else 'not opened'}: {verdict_line(verdict)}")
-        for text in verdict["missing"]:
-            say(f"    missing  {text}")
+        _say_doubts(verdict, "    ")
         if verdict["unread"]:
             say("    not understood  " + verdict["unread"].replace("\n", "\n      "))
         print_problems(verdict["problems"])

@@ -19,6 +19,7 @@ class Report:
     lines: list[tuple[Fate, str]] = field(default_factory=list)
     said: dict[Item, Said] = field(default_factory=dict)
     about: dict[str, tuple[Item, ...]] = field(default_factory=dict)
+    contradictions: list[str] = field(default_factory=list)
 
     def add(self, fate: Fate, text: str, *about: Item) -> None:
         """Note a line once.
@@ -63,6 +64,7 @@ class Report:
         """
         for rule in rules:
             for why, items in rule.said_of(asked):
+                self.contradictions += [why] * rule.contradicts
                 if isinstance(rule.fate, Reason):
                     self.leave(rule.fate, *items)
                 else:

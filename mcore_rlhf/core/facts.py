@@ -205,6 +205,7 @@ class Rule(Generic[Asked]):
         of: The items of which it speaks: a name of :data:`ANY` is all of their kind of which nothing else is said. ``when`` gives others as
             ``of``; a row that has none of its own, and is given an empty ``of``, says nothing.
         told: Whether people read it in the report; a loss always is.
+        contradicts: Whether it says that two places say different things, of which one is taken: one of them is not as it was saved.
     """
 
     fate: Fate | Reason
@@ -212,6 +213,7 @@ class Rule(Generic[Asked]):
     when: Callable[[Asked], object] = _always
     of: Sequence[Item] = ()
     told: bool = True
+    contradicts: bool = False
 
     def said_of(self, asked: Asked) -> Iterator[tuple[str, tuple[Item, ...]]]:
         """Its sentences, each with the items of which it speaks."""
@@ -227,7 +229,7 @@ class Rule(Generic[Asked]):
             asked = part(whole)
             return None if asked is None else self.when(asked)
 
-        return Rule(self.fate, self.why, when, self.of, self.told)
+        return Rule(self.fate, self.why, when, self.of, self.told, self.contradicts)
 
 
 def _rows(meant: object) -> Sequence[Values]:

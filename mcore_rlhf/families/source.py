@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mcore_rlhf.core.account import Report
@@ -88,6 +89,49 @@ def uneven_schedule(scheduler: Mapping[str, object] | None) -> str:
     if rates is None or not isinstance(lambdas, list) or len(lambdas) == rates:
         return ""
     return f"{BASE_LRS} of {rates} param groups and {LAMBDAS} of {len(lambdas)}, of which one for each group is asked at the next step"
+
+
+def contradictory_rates(state: TrainingState) -> list[str]:
+    """Learning rates that torch's scheduler and the param groups say otherwise, in words: who saves both at once saves the same numbers.
+
+    Source: torch 2.13.0, ``optim/lr_scheduler.py`` (``LRScheduler.__init__`` takes ``base_lrs`` of the groups' ``initial_lr``,
+    ``_update_lr`` takes ``_last_lr`` of their ``lr``).
+    """
+    said = []
+    for key, name in ((LAST_LRS, "lr"), (BASE_LRS, "initial_lr")):
+        rates, held = (state.scheduler or {}).get(key), [group.fields.get(name) for group in state.groups]
+        if (
+            isinstance(rates, list)
+            and len(rates) == len(held)
+            and all(type(n) is float for n in (*rates, *held))
+            and rates != held
+        ):
+            both = f"the scheduler's {key} is {_few(rates)}, and {name} of the param groups is {_few(held)}"
+            said.append(f"{both}: one of them was changed, or is another save's, and each loader goes by one of them")
+    return said
+
+
+def contradictory_degrees(args: Mapping[str, object]) -> list[str]:
+    """Ranks of a run that Megatron's arguments count in two ways, in words.
+
+    Source: Megatron-LM core_v0.16.1, ``training/arguments.py`` (``validate_args``: ``data_parallel_size`` is what divides ``world_size``).
+    """
+    degrees = {
+        f"{axis}_parallel_size": args.get(f"{axis}_parallel_size")
+        for axis in ("tensor_model", "pipeline_model", "context", "data")
+    }
+    world, numbers = args.get("world_size"), [n for n in degrees.values() if type(n) is int]
+    if type(world) is not int or len(numbers) < len(degrees) or prod(numbers) == world:
+        return []
+    said = " × ".join(f"{name} {n}" for name, n in degrees.items())
+    return [
+        f"args.world_size is {world}, and {said} make {prod(numbers)}: one of them was changed, or is another run's"
+    ]
+
+
+def _few(numbers: Sequence[object]) -> str:
+    """The first few of many."""
+    return f"[{', '.join(map(repr, numbers[:4]))}{', …' if len(numbers) > 4 else ''}]"
 
 
 @dataclass(slots=True)

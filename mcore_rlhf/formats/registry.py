@@ -24,7 +24,7 @@ from mcore_rlhf.families.megatron.folders import TRACKER, refuse_of_ranks
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
-from mcore_rlhf.families.source import Source
+from mcore_rlhf.families.source import Source, contradictory_degrees, contradictory_rates
 from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.patience import read_patiently
@@ -33,6 +33,7 @@ from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
 from mcore_rlhf.suggestions import did_you_mean, hub_name
 from mcore_rlhf.trainers.known import TRAINERS
+from mcore_rlhf.trainers.torchdata import astray
 
 from .base import Format
 from .believing import opened, roles_of
@@ -122,6 +123,7 @@ def _opened(path: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     try:
         source = with_checksums(_with_what_is_beside(folder, inner, partial), listed)
         _note_beside(source, checkpoint_path(path), folder, options)
+        source.notes.through([_OTHERWISE], source)
         _log.info("opened %s: %s, %s, %d tensors", folder, source.format, source.parallel, len(source.catalog))
         return through(OPENED, Passage(source, read=inner))
     except CheckpointError:
@@ -149,6 +151,7 @@ def _shown(path: ReadablePath, options: ReadOptions) -> Source:
     source = _with_what_is_beside(folder, inner, partial=True)
     _note_beside(source, checkpoint_path(path), folder, options)
     source.notes.through([_SAID], list(contradictions(folder, trackers(), options.step)))
+    source.notes.through([_OTHERWISE], source)
     return through(OPENED, Passage(source, read=inner))
 
 
@@ -283,6 +286,16 @@ def _role_folder(path: ReadablePath, models: Mapping[str, ReadablePath], role: s
             )
         raise UsageError(f"{path}: holds several checkpoints: {names}\nName one with --role, or give its folder.")
     return path, role or "actor"
+
+
+def _contradictory(source: Source) -> list[dict[str, str]]:
+    found = [*contradictory_rates(source.state), *contradictory_degrees(source.state.args)]
+    if wrong := astray(source.state.other):
+        found.append(f"{source.root}: the loader's state contradicts itself: {wrong}")
+    return [{"text": text} for text in found]
+
+
+_OTHERWISE: Rule[Source] = Rule(Fate.NOTE, "{text}", _contradictory, contradicts=True)
 
 
 def _note_beside(source: Source, path: ReadablePath, folder: ReadablePath, options: ReadOptions) -> None:

@@ -20,6 +20,7 @@ from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.trainers.known import TRAINERS
 from mcore_rlhf.trainers.table import STEP, Trainer
+from mcore_rlhf.trainers.torchdata import astray
 
 from .rlhf.data_state import WHERE
 from .run_sides import Beside
@@ -66,6 +67,8 @@ def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_
     item = Item(Kind.FILE, name)
     try:
         state = _state_in(source, name)
+        if wrong := astray(state):
+            found.report.add(Fate.NOTE, f"{name}: the loader's state contradicts itself: {wrong}")
         shares = state if _is_pickle(name) and isinstance(state, list) else None
         if state == {}:
             found.report.add(Fate.KEPT, f"{name}: is empty, so that data begin anew, as they do there", item)

@@ -8,7 +8,7 @@ It takes any state, and looks into it when the first batch is asked for. Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
 from .resuming import INSIDE, Seen
@@ -48,6 +48,45 @@ def stops_at(*patterns: str, inside: str = "") -> Callable[[Seen], object]:
         return None
 
     return when
+
+
+def astray(tree: object) -> str:
+    """Where a state says two places in the data, in words; empty where none does.
+
+    A loader asks its sampler for a batch and yields it, and counts both; a batch sampler counts what a random one counts, too. At the end
+    of an epoch the last batch of an iterable dataset was asked for and never came.
+
+    Args:
+        tree: Anything in which such states may lie; what a file makes of it may hold one object many times, or itself.
+    """
+    seen, left = set[int](), [tree]
+    while left:
+        value = left.pop()
+        if id(value) in seen or not isinstance(value, Mapping | list | tuple):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping) and (found := _two_places(value)):
+            return found
+        left += value.values() if isinstance(value, Mapping) else value
+    return ""
+
+
+def _two_places(state: Mapping[object, object]) -> str:
+    snapshot = _inside(state, "_snapshot")
+    main, counted = (_inside(snapshot, "_main_snapshot"), "_snapshot_step") if snapshot else (state, "_num_yielded")
+    yielded, asked = (snapshot or state).get(counted), main.get("_sampler_iter_yielded")
+    if type(yielded) is type(asked) is int and yielded != asked and not state.get("_iterator_finished"):
+        return f"{counted} is {yielded}, and _sampler_iter_yielded is {asked}"
+    batches = _inside(main, "_sampler_iter_state")
+    samples, inner = batches.get("samples_yielded"), _inside(batches, "sampler_iter_state")
+    if inner.keys() == _OF_RANDOM and type(samples) is int and samples != inner["yielded"]:
+        return f"samples_yielded is {samples}, and yielded of its random sampler is {inner['yielded']!r:.40}"
+    return ""
+
+
+def _inside(state: Mapping[object, object], key: str) -> Mapping[object, object]:
+    found = state.get(key)
+    return found if isinstance(found, Mapping) else {}
 
 
 def missing(there: Collection[str]) -> str:

@@ -9,6 +9,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
 from mcore_rlhf.families.megatron.folders import iteration_meant
 from mcore_rlhf.families.options import ReadOptions
@@ -46,6 +47,8 @@ class Verdict:
         manifest: Whether it has a manifest of ours.
         nbytes: Bytes whose checksum was computed.
         checked: What was checked, in words.
+        unchecked: What a deeper look would check besides.
+        contradicts: What two places say otherwise, of which a loader takes one: nothing is broken, and one of them is not as saved.
     """
 
     problems: Problems = field(default_factory=Problems)
@@ -53,6 +56,8 @@ class Verdict:
     manifest: bool = False
     nbytes: int = 0
     checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    contradicts: list[str] = field(default_factory=list)
 
     @property
     def intact(self) -> bool:
@@ -117,6 +122,10 @@ def _verified(
         if wrong := uneven_schedule(source.state.scheduler):
             advice = "Take the scheduler's state of another copy, or of another step."
             verdict.problems.add(LayoutMismatch, f"{source.root}: the scheduler's state has {wrong}", advice)
+        verdict.contradicts.extend(source.notes.contradictions)
+        verdict.contradicts.extend(
+            f"{name}: not what the first rank has there, or a value that is not known" for name in source.unplaced
+        )
     except CheckpointError as error:
         if error.exit_code == 2:
             raise
@@ -187,6 +196,12 @@ def _distrusted(source: Source, params: Collection[str], advice: str) -> Problem
     return Problem(Corrupt, text, advice)
 
 
+def _has_copies(source: Source) -> bool:
+    """Whether the same numbers lie there twice, so that a file of another rank or step may be sound and yet not belong there."""
+    names = ([TensorName(source.role, spec.name, state) for state in (PARAM, MASTER)] for spec in source.model.params)
+    return source.parallel.tp > 1 or any(all(name in source.catalog for name in both) for both in names)
+
+
 def _checksums(source: Source) -> str:
     """Which bytes were held against a checksum: not every format stores one, and nobody can check what is not there."""
     bare = [file.path for file in source.files if not file.records]
@@ -246,6 +261,8 @@ def _check_bytes(
     if source.distrust and audit.unlike:
         verdict.problems.found.insert(0, _distrusted(source, audit.unlike, audit.advice))
     verdict.checked.append(f"{_checksums(source)}, and that shards tile every tensor")
+    if not deep and not verdict.manifest and _has_copies(source):
+        verdict.unchecked.append("whether replicas agree, and masters with parameters: --deep does")
     if deep:
         masters = "" if source.parity else " (not: the run keeps these in fewer bits)"
         verdict.checked.append(f"equality of all replicas, and of fp32 masters with parameters{masters}")

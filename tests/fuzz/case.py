@@ -14,7 +14,7 @@ from .child import Limits, run
 from .corpus import Corpus, Specimen
 from .mutators.change import Change
 from .mutators.table import mutate
-from .verdict import DAMAGE_SAID, SILENT, Fingerprint, fingerprint, judge, listing
+from .verdict import CONTRADICTION_SAID, DAMAGE_SAID, SILENT, Fingerprint, fingerprint, judge, listing
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,14 @@ class Fuzzer:
         ended = run(_arguments(command, specimen), here, self.limits)
         found = judge(command, ended, here, before, self.limits)
         silent = ended.code == 0 and not any(words in ended.output for words in DAMAGE_SAID)
+        if (
+            silent
+            and any(change.witnessed for change in changes)
+            and command in ("verify source", "verify source --deep")
+        ):
+            found |= (
+                {SILENT: "two places contradict each other, and nothing was said"} if not _said(ended.output) else {}
+            )
         if silent and _all_checked(changes, command):
             found |= self._accepted(command, specimen, fingerprint(command, ended, here))
         if not found and not self.keep:
@@ -106,6 +114,10 @@ class Fuzzer:
         aside.write_bytes(pickle.dumps(made))
         aside.rename(stored)
         return made
+
+
+def _said(output: str) -> bool:
+    return any(words in output for words in CONTRADICTION_SAID)
 
 
 def _all_checked(changes: tuple[Change, ...], command: str) -> bool:

@@ -146,20 +146,15 @@ _BESIDE_THE_MODELS = {
 }
 
 
+_KINDS = (
+    "dcp", "dcp_2_15", "deepspeed", "deepspeed_muon", "huggingface", "megatron", "megatron_0_13", "megatron_0_19", "megatron_dist",
+    "megatron_fsdp", "megatron_torch_dcp", "nemo_rl", "peft", "torch", "torch_checkpointing", "torchtitan", "verl",
+)  # fmt: skip
+
+
 def _goldens() -> Iterator[tuple[str, Path, list[str]]]:
     """Name, folder, and what of it belongs to one checkpoint: some hold one of DeepSpeed's and a universal one."""
-    for kind in (
-        "dcp",
-        "deepspeed",
-        "huggingface",
-        "megatron",
-        "megatron_dist",
-        "nemo_rl",
-        "peft",
-        "torch_checkpointing",
-        "torchtitan",
-        "verl",
-    ):
+    for kind in _KINDS:
         for golden in sorted(path for path in (GOLDENS / kind).iterdir() if path.is_dir()):
             parts = sorted(path.name for path in golden.iterdir() if path.name not in _NO_PART_OF_IT)
             universal = [part for part in parts if part.endswith(("_uni", "_universal"))]

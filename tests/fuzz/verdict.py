@@ -29,6 +29,7 @@ _TRACES = (
 )  # fmt: skip
 _OUT_OF_MEMORY = ("out of memory", "MemoryError")
 DAMAGE_SAID = ("damaged", "the manifest says", "the manifest lists", "the manifest is not", "a field of the manifest")
+CONTRADICTION_SAID = ("contradicts", "not understood")
 _MOST_OUTPUT = 1 << 20
 _DIRT = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]|^frame #\d+:|\.py:\d+: \w*Warning: ",

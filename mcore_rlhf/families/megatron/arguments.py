@@ -387,17 +387,16 @@ def _check_pattern(pattern: Pattern, file: str, model: ModelSpec, problems: Prob
 
 
 def _check_qkv(args: Arguments, file: str, model: ModelSpec, problems: Problems) -> None:
-    if args.query_groups is None:
+    heads, channels = args.optional("num_attention_heads"), args.optional("kv_channels")
+    if heads is None or channels is None or args.flag("attention_output_gate"):
         return
-    groups, heads, channels = args.query_groups
-    rows = groups * (heads + 2) * channels
+    groups = args.integer("num_query_groups", heads) if args.flag("group_query_attention") else heads
+    rows = (heads + 2 * groups) * channels
     for spec in model.params:
-        if spec.name.endswith("self_attention.linear_qkv.weight") and spec.global_shape[0] != rows:
-            problems.add(
-                LayoutMismatch,
-                f"{spec.name}: {spec.global_shape[0]} rows, but {groups * heads} heads and {groups} query groups of {channels} in the args "
-                f"of {file} make {rows}",
-            )
+        whole = args.query_groups is not None and spec.global_shape[0] == rows
+        if spec.name.endswith("self_attention.linear_qkv.weight") and not whole:
+            made = f"{spec.name}: {spec.global_shape[0]} rows, but {heads} heads and {groups} query groups of {channels} in the args"
+            problems.add(LayoutMismatch, f"{made} of {file} make {rows if args.query_groups else 'none'}")
             return
 
 

@@ -289,7 +289,12 @@ def merged_groups(per_rank: Sequence[Sequence[ParamGroup]]) -> tuple[ParamGroup,
     merged: dict[tuple[object, ...], ParamGroup] = {}
     for groups in per_rank:
         for group, matrices in zip(groups, of_matrices(groups), strict=True):
-            key = (group.expert, matrices, *(group.fields.get(name) for name in _IDENTIFIERS))
+            said = (group.fields.get(name) for name in _IDENTIFIERS)
+            key = (
+                group.expert,
+                matrices,
+                *(one if isinstance(one, int | float | str | None) else repr(one) for one in said),
+            )
             known = merged.setdefault(key, group)
             merged[key] = replace(known, fields={**group.fields, **known.fields})
             different = [f for f in group.fields.keys() & known.fields.keys() if group.fields[f] != known.fields[f]]

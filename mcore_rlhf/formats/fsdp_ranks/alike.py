@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -26,6 +27,14 @@ def refuse_swapped(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]]
             text = f"{file.directory.path}: written by rank {writer}, but its name says rank {rank}"
             problems.add(LayoutMismatch, text, "Files of ranks were swapped: give them their names again.")
     problems.raise_if_any()
+
+
+def told_apart(model: Sequence[RankFile], optimizer: Sequence[RankFile]) -> list[StoredFile]:
+    """The files with their ranks, where those hold different parts of the same tensors: none is a copy of another then."""
+    parts = [value for value in model[0].tree.values() if isinstance(value, Local)]
+    cut = any(len(part.dims) == 1 and part.dims[0] is not None for part in parts)
+    numbered = [*enumerate(model), *enumerate(optimizer)]
+    return [StoredFile.of_zip(file.file, file.directory, rank if cut else None) for rank, file in numbered]
 
 
 def refuse_apart(files: Sequence[RankFile], ranks: Sequence[Mapping[Any, Any]], what: str) -> None:

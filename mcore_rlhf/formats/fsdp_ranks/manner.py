@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
-from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config
 from mcore_rlhf.families.fsdp.order import units_of
@@ -268,8 +268,20 @@ def strategy_in(extra: object) -> str:
     return said if isinstance(said, str) else ""
 
 
-def of_run(extra: Mapping[str, object]) -> dict[str, object]:
-    """What such a file says of the run: not which rank's it is, nor what is empty in every run of SkyRL."""
+def of_run(extra: Mapping[str, object], name: str) -> dict[str, object]:
+    """What such a file says of the run: not which rank's it is, nor what is empty in every run of SkyRL.
+
+    Args:
+        extra: Its content.
+        name: The file's.
+
+    Raises:
+        LayoutMismatch: By what it says itself it is another rank's.
+    """
+    _, world, rank = (extra.get(key) for key in OF_RANK)
+    if type(rank) is type(world) is int and not name.endswith(f"_world_size_{world}_rank_{rank}.pt"):
+        text = f"{name}: says that rank {rank} of {world} wrote it\nFiles of ranks were swapped: give them their names again."
+        raise LayoutMismatch(text)
     return {key: value for key, value in extra.items() if key not in OF_RANK and (value or key not in (CLIENT, TAG))}
 
 

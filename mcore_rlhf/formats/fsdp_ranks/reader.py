@@ -47,7 +47,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 
 from . import rank_items
 from .adapter import said_of, saying
-from .alike import brief, refuse_apart, refuse_swapped, scalar_of
+from .alike import brief, refuse_apart, refuse_swapped, scalar_of, told_apart
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
 from .manner import SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
@@ -488,12 +488,13 @@ class _RanksReader:
         if item:
             return {item: tree}
         found = dict(tree) if isinstance(tree, dict) else {}
-        return of_run(found) if self.strategy else found
+        return of_run(found, name) if self.strategy else found
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""
-        zips = {file.file: file.directory for file in (*self.model, *self.optim)}
-        zips |= {name: read_directory(self.root / name) for names in self.extra.values() for name in names}
+        zips = told_apart(self.model, self.optim)
+        names = (name for names in self.extra.values() for name in names)
+        zips += [StoredFile.of_zip(name, read_directory(self.root / name)) for name in names]
         items = [StoredFile.at(self.root, name) for name in (rank_items.METADATA,) if (self.root / name).is_file()]
         items += [StoredFile.at(self.root, name) for name in saying(self.root)]
-        return (*(StoredFile.of_zip(*one) for one in zips.items()), *items, *sidecar_files(self.root))
+        return (*zips, *items, *sidecar_files(self.root))

@@ -354,7 +354,10 @@ def _other_files(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
 
 _NOTES: tuple[Rule[tuple[Sequence[RankShard], Located]], ...] = (
     Rule(
-        Fate.NOTE, "{where:3}{more}: other arguments than those of {first}, which are taken: {text}", _other_arguments
+        Fate.NOTE,
+        "{where:3}{more}: other arguments than those of {first}, which are taken: {text}",
+        _other_arguments,
+        contradicts=True,
     ),
     Rule(Fate.LOST, "{folder}: {others:3}: not a file of this format, not read", _other_files),
 )

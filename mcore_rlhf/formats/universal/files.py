@@ -25,6 +25,7 @@ STAGE3_MODEL_FILES = "zero_pp_rank_*_mp_rank_*_model_states.pt"
 FP32 = "fp32"
 STEP = "step"
 PARAM_KEY = "param"
+WRITTEN_AGAIN = "Convert the checkpoint again, or copy the folder again from where it came from."
 
 _NUMBERS = re.compile(r"(\d+)")
 

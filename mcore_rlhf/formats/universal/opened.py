@@ -25,9 +25,12 @@ from .files import (
     PARAM_KEY,
     STAGE3_MODEL_FILES,
     STEP,
+    WRITTEN_AGAIN,
     ZERO,
     UniversalFolder,
+    model_file,
     natural,
+    stage3_model_file,
 )
 
 
@@ -168,7 +171,36 @@ def read_model_states(located: UniversalFolder, stubs: tuple[str, ...]) -> Model
         )
     opened = [pt for files in found.values() for pt in files]
     stage3 = MODEL_FILES not in found
-    return ModelStates(found[STAGE3_MODEL_FILES if stage3 else MODEL_FILES], stage3, opened)
+    states = ModelStates(found[STAGE3_MODEL_FILES if stage3 else MODEL_FILES], stage3, opened)
+    _check_ranks(located, states)
+    return states
+
+
+_EQUAL = ("dp_world_size", "mp_world_size", "global_steps", "skipped_steps")
+
+
+def _check_ranks(located: UniversalFolder, states: ModelStates) -> None:
+    """The files are of all model-parallel ranks that they speak of, and of one run and step.
+
+    Raises:
+        Incomplete: One is missing.
+        LayoutMismatch: They contradict each other.
+    """
+    problems, first = Problems(), states.files[0]
+    for pt in states.files[1:]:
+        other = cast(Mapping[str, object], pt.tree)
+        for key in _EQUAL:
+            if other.get(key) != states.first.get(key):
+                text = f"{pt.root / pt.file}: {key} is {other.get(key)!r:.40}, but {states.first.get(key)!r:.40} in {first.file}"
+                problems.add(LayoutMismatch, text, "Files of different steps or runs are mixed: " + WRITTEN_AGAIN)
+    names = {pt.file.rpartition("/")[2] for pt in states.per_mp_rank}
+    said = states.integer("mp_world_size", len(names))
+    name_of = stage3_model_file if states.stage3 else model_file
+    for rank in range(min(said, len(names) + 1)):
+        if name_of(rank) not in names:
+            text = f"{located.folder / name_of(rank)}: there is no such file, but {first.file} was written by {said} model-parallel ranks"
+            problems.add(Incomplete, text, WRITTEN_AGAIN)
+    problems.raise_if_any()
 
 
 def _open(located: UniversalFolder, name: str, stubs: tuple[str, ...]) -> PtFile:
@@ -194,9 +226,6 @@ def _shape(pt: PtFile, name: str, value: object) -> Shape:
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
         raise Unsupported(f"{pt.root / pt.file}: expected the shape of {name}, found {value!r:.80}")
     return tuple(value)
-
-
-_WRITTEN_AGAIN = "Convert the checkpoint again, or copy the folder again from where it came from."
 
 
 @dataclass(slots=True)
@@ -295,7 +324,7 @@ def _read_param(
     if f"{FP32}.pt" not in files:
         have = ", ".join(files) or "nothing"
         raise Incomplete(
-            f"{located.folder / ZERO / name}: expected {FP32}.pt, the master weights, found {have}\n{_WRITTEN_AGAIN}"
+            f"{located.folder / ZERO / name}: expected {FP32}.pt, the master weights, found {have}\n{WRITTEN_AGAIN}"
         )
     for file in files:
         key = file.removesuffix(".pt")
@@ -338,7 +367,7 @@ def _read_optimizer(located: UniversalFolder, stubs: tuple[str, ...], folder: Ze
     file = f"{located.name}/{ZERO}/{OPTIMIZER_FILE}"
     if not (located.root / file).is_file():
         raise Incomplete(
-            f"{located.root / file}: expected the optimizer's param groups, but there is no such file\n{_WRITTEN_AGAIN}"
+            f"{located.root / file}: expected the optimizer's param groups, but there is no such file\n{WRITTEN_AGAIN}"
         )
     pt = read_pt(located.root, file, stubs=stubs)
     folder.opened.append(pt)
@@ -407,7 +436,7 @@ def _check_state(
             )
         elif not few and not has:
             text = f"{zero / name}: {key}.pt is missing, which {count} parameters have"
-            problems.add(Incomplete, text, _WRITTEN_AGAIN)
+            problems.add(Incomplete, text, WRITTEN_AGAIN)
 
 
 def _check_lengths(params: Mapping[str, ParamFiles], folder: ReadablePath, problems: Problems) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -38,7 +38,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor
 
-from .files import FP32, STEP, ZERO, UniversalFolder, locate, state_key
+from .files import FP32, STEP, WRITTEN_AGAIN, ZERO, UniversalFolder, locate, state_key
 from .opened import ModelStates, ParamFiles, ZeroFolder, common_states, read_model_states, read_zero_folder
 
 Fields = dict[str, object]
@@ -73,6 +73,7 @@ def param_groups(
     for number, (fields, names) in enumerate(zip(listed, members, strict=True)):
         steps = _steps(optimizer, fields, names, params)
         _check_steps(f"{folder}: param group {number}", steps, problems)
+        _check_all_step(folder, steps, [name for name in names or () if name in params], problems)
         kept = {key: value for key, value in fields.items() if key != "params"}
         scalars = {STEP: next(iter(steps.values()))} if steps else {}
         groups.append(ParamGroup(kept | scalars, params=names or (), scalars=tuple(scalars)))
@@ -123,6 +124,20 @@ def _check_steps(where: str, steps: Mapping[str, object], problems: Problems) ->
                 "DeepSpeed has one step per group: the files are not of one checkpoint.",
             )
             return
+
+
+def _check_all_step(
+    folder: ReadablePath, steps: Mapping[str, object], names: Iterable[str], problems: Problems
+) -> None:
+    """Where one parameter of a group has its step, all have: DeepSpeed compares them, and stops at one that has none.
+
+    Source: DeepSpeed 0.19.8, ``runtime/base_optimizer.py:371``.
+    """
+    stepping = [name for name in names if name in steps]
+    for name in names if stepping else ():
+        if name not in steps:
+            there = f"it is there for {stepping[0]} of the same param group"
+            problems.add(Incomplete, f"{folder / ZERO / name}: expected {STEP}.pt, found none; {there}", WRITTEN_AGAIN)
 
 
 def _stage3_steps(optimizer: Mapping[str, object], fields: Fields) -> dict[str, object]:
@@ -303,7 +318,7 @@ class _OpenedUniversal:
                 problems.add(
                     Incomplete,
                     f"{self.located.folder / ZERO / name}: there is no such folder, but the model is said to train {name}",
-                    "Convert the checkpoint again, or copy the folder again from where it came from.",
+                    WRITTEN_AGAIN,
                 )
         problems.raise_if_any()
         aside = {*self.states.buffers, *self.states.shared, *self.states.frozen_shapes}

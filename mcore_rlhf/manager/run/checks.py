@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mcore_rlhf.errors import CheckpointError, Corrupt, Problems, Untrusted
+from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problems, Untrusted
 from mcore_rlhf.storage.checksum import crc32
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.storage.manifest import Manifest, crc_of_file
@@ -18,6 +18,7 @@ from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.torchzip import read_directory
 from mcore_rlhf.storage.urls import open_files
+from mcore_rlhf.trainers.torchdata import astray
 from mcore_rlhf.verify.audit import Ledger, read_checksums
 from mcore_rlhf.verify.itself import ITEMS, itself
 
@@ -126,9 +127,16 @@ def check_values(
     problems = Problems()
     for name in sorted(filter(_is_value, files)):
         try:
-            read_pt(folder, name, stubs=stubs)
+            wrong = astray(read_pt(folder, name, stubs=stubs).tree)
             if records:
                 check_records(folder / name)
+            if wrong:
+                text = f"{folder / name}: the loader's state contradicts itself: {wrong}"
+                problems.add(
+                    LayoutMismatch,
+                    text,
+                    "Take the file of another copy, or of another step: data would go on at either place.",
+                )
         except CheckpointError as error:
             problems.add_error(error)
     others = list(itself(folder, [name for name in files if not _is_value(name)], stubs, problems))

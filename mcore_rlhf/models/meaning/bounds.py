@@ -5,6 +5,7 @@ what fills a memory. Everything else that is said of sizes is held against the t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from types import MappingProxyType
 
 from mcore_rlhf.errors import LayoutMismatch, Problems, shown
@@ -53,10 +54,13 @@ def check_sizes(values: Mapping[str, object], where: str) -> None:
         where: What they are and where they are stored, for messages.
 
     Raises:
-        LayoutMismatch: They are too large; all of them are named.
+        LayoutMismatch: They are too large, or no numbers; all of them are named.
     """
     problems = Problems()
     advice = "The file is damaged or forged: take the one that belongs to this checkpoint."
+    for name, value in values.items():
+        if (isinstance(value, float) and isnan(value)) or (isinstance(value, bool) and name in _MOST):
+            problems.add(LayoutMismatch, f"{where}: {name} is {value}, where a number belongs", advice)
     for name in _MOST.keys() & values.keys():
         value, (most, what) = values[name], _MOST[name]
         if isinstance(value, int) and abs(value) > most:

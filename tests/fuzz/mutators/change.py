@@ -17,12 +17,14 @@ class Change:
         checked: Whether bytes were changed below a checksum of the file's own that still says the old ones.
         listed: Whether they contradict a manifest's.
         path: Of the changed file, in the case's folder.
+        witnessed: Whether it was a number that the same file, or one beside it, says in another place.
     """
 
     text: str
     checked: bool = False
     listed: bool = False
     path: str = ""
+    witnessed: bool = False
 
 
 Mutator = Callable[[Path, random.Random], Change | None]

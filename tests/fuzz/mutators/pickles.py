@@ -64,6 +64,11 @@ def integer(value: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw)) + raw
 
 
+def real(value: float) -> bytes:
+    """The opcode for a float."""
+    return b"G" + struct.pack(">d", value)
+
+
 def string(value: str) -> bytes:
     """The opcode for a text."""
     raw = value.encode("utf-8", "surrogatepass")
@@ -93,7 +98,7 @@ def other_value(rng: random.Random) -> bytes:
     return rng.choice(
         (
             b"N", b"\x88", b"\x89", b"}", b"]", b")", b"\x8f", integer(rng.choice(NUMBERS)), string(odd_text(rng)),
-            b"G" + struct.pack(">d", rng.choice(FLOATS)), b"C\x03abc", integer(10 ** rng.choice((20, 300))),
+            real(rng.choice(FLOATS)), b"C\x03abc", integer(10 ** rng.choice((20, 300))),
             named(*rng.choice(STRANGE)), named(*rng.choice(STRANGE)) + b")R", b"]" + integer(1) + b"a", b"}" + string("a") + b"Ns",
         )
     )  # fmt: skip
@@ -124,7 +129,7 @@ def change_number(opcodes: list[Opcode], rng: random.Random) -> str | None:
 
 def change_float(opcodes: list[Opcode], rng: random.Random) -> str | None:
     """Another float."""
-    return _replaced(opcodes, {"BINFLOAT"}, rng, lambda _: b"G" + struct.pack(">d", rng.choice(FLOATS)))
+    return _replaced(opcodes, {"BINFLOAT"}, rng, lambda _: real(rng.choice(FLOATS)))
 
 
 def change_text(opcodes: list[Opcode], rng: random.Random) -> str | None:

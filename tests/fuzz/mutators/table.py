@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rlhf.storage.manifest import CHECKSUM
 
-from . import folders, headers, pickles, raw, texts, zips
+from . import folders, headers, pickles, raw, texts, witnesses, zips
 from .change import Change, Mutator
 
 _TEXTS = (".json", ".txt", ".yaml", "")
@@ -66,7 +66,7 @@ def _change_one(path: Path, folder: Path, rng: random.Random) -> Change | None:
     if change is None or (_is_small(path) and path.read_bytes() == before):
         return None
     listed = path.parent.is_dir() and _manifest_says_otherwise(path, folder)
-    return Change(f"{name}: {change.text}", change.checked, listed, name.as_posix())
+    return Change(f"{name}: {change.text}", change.checked, listed, name.as_posix(), change.witnessed)
 
 
 def suited(path: Path, rng: random.Random) -> tuple[Mutator, ...]:
@@ -87,7 +87,7 @@ def _of_kind(path: Path) -> tuple[Mutator, ...]:
     if path.suffix in _TEXTS:
         return texts.MUTATORS
     if zips.is_zip(path):
-        return zips.MUTATORS
+        return (*zips.MUTATORS, *witnesses.MUTATORS)
     return raw.MUTATORS
 
 

@@ -17,6 +17,7 @@ def test_a_genuine_checkpoint_is_intact(cli: Cli, tp2pp2: Path, option: list[str
     assert (outcome.code, facts["intact"], facts["depth"], facts["problems"]) == (0, True, depth, [])
     assert (facts["bytes"] > 1_000_000) == (depth != "quick")
     assert any("replicas" in text for text in facts["checked"]) == (depth == "deep")
+    assert any("replicas" in text for text in facts["unchecked"]) == (depth == "full")
     assert facts["checkpoint"]["parallel"]["tp"] == 2
 
 

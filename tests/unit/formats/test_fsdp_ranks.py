@@ -304,3 +304,23 @@ def test_files_of_ranks_that_were_swapped_are_found(three: Path, kind: str) -> N
         LayoutMismatch, match=rf"{kind}_world_size_3_rank_0\.pt: written by rank 1, but its name says rank 0"
     ):
         opened(three)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_file_that_is_a_copy_of_another_ranks_is_found(tmp_path: Path, kind: str) -> None:
+    """Its parts have the shapes that are wanted."""
+    run = Path(shutil.copytree(VERL.parent / "trainers/skyrl_fsdp2/global_step_3/policy", tmp_path / "policy"))
+    shutil.copyfile(*(run / f"{kind}_world_size_2_rank_{rank}.pt" for rank in (0, 1)))
+    (problem,) = verify(run, ReadOptions()).problems.found
+    assert f"{kind}_world_size_2_rank_1.pt: is the same as {kind}_world_size_2_rank_0.pt" in problem.message
+
+
+def test_what_a_file_says_of_its_rank_is_held_against_its_name(tmp_path: Path) -> None:
+    """SkyRL's other files of two ranks, random states among them, swapped."""
+    run = Path(shutil.copytree(VERL.parent / "trainers/skyrl_fsdp2/global_step_3/policy", tmp_path / "policy"))
+    first, second = (run / f"extra_state_world_size_2_rank_{rank}.pt" for rank in (0, 1))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(LayoutMismatch, match=r"extra_state_world_size_2_rank_0\.pt: says that rank 1 of 2 wrote it"):
+        opened(run)

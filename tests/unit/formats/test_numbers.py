@@ -42,6 +42,23 @@ def test_an_argument_that_no_run_has_is_named_with_its_file(tmp_path: Path, name
     refused(source, LayoutMismatch, "model_optim_rng.pt", arg, "nothing has more than")
 
 
+@pytest.mark.parametrize(
+    ("arg", "value", "told"),
+    [
+        ("num_layers", True, "num_layers is True, where a number belongs"),
+        ("rotary_base", float("nan"), "rotary_base is nan"),
+        ("num_attention_heads", 0, "0 heads and"),
+        ("num_attention_heads", 5, "5 heads and"),
+        ("num_query_groups", 0, "0 query groups of"),
+    ],
+)
+def test_an_argument_that_is_no_such_number_is_named(tmp_path: Path, arg: str, value: object, told: str) -> None:
+    """They were taken for unsaid, and the checkpoint was intact."""
+    source = copied("tp1_bf16_do", tmp_path)
+    edit_args(source, **{arg: value})
+    refused(source, LayoutMismatch, "model_optim_rng.pt", told)
+
+
 def test_what_large_models_and_runs_have_is_believed() -> None:
     """The largest of today, several times over: Kimi-K2's experts, DeepNet's layers, runs of 100,000 GPUs."""
     check_sizes({"num_layers": 1000, "world_size": 100_000, "data_parallel_size": 100_000}, "args")

@@ -94,6 +94,8 @@ CASES: dict[str, tuple[Break, type[CheckpointError], tuple[str, ...]]] = {
     "no module": (_put("mp_rank_00_model_states.pt", {"global_steps": 3}), Unsupported, ("'module'", "a dictionary with global_steps")),
     "groups no list": (_put("zero/optimizer_state.pt", {"ds_version": "0"}), Unsupported, ("'param_groups'", "found none")),
     "other step": (_put("zero/b.weight/step.pt", torch.tensor(8.0)), LayoutMismatch, ("at step 7.0", "b.weight at 8.0")),
+    "no step": (_remove("zero/b.weight/step.pt"), Incomplete, ("zero/b.weight: expected step.pt", "there for a.weight")),
+    "no second rank": (_top(mp_world_size=2), Incomplete, ("mp_rank_01_model_states.pt: there is no such", "2 model-parallel ranks")),
     "step of words": (_put("zero/b.weight/step.pt", "seven"), Unsupported, ("b.weight/step.pt", "expected a number", "'seven'")),
     "step of many": (_put("zero/b.weight/step.pt", torch.ones(3)), Unsupported, ("b.weight/step.pt", "one element")),
     "shape of words": (_top(param_shapes=[{"a.weight": "x"}]), Unsupported, ("mp_rank_00", "the shape of a.weight, found 'x'")),

@@ -251,3 +251,36 @@ def test_a_file_of_one_rank_in_the_place_of_anothers_is_found(tmp_path: Path, na
     assert "byte for byte" in verify(root, ReadOptions()).problems.describe()
     with pytest.raises(Corrupt, match="One is a copy of the other"):
         convert(root, tmp_path / "target", replace(options(), to="dcp"))
+
+
+def test_learning_rates_and_ranks_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    """A loader takes one of them, without a word; where both are as saved, nothing is said."""
+    step = Path(shutil.copytree(GOLDENS.parent / "trainers" / "ac_ds2" / "step_3", tmp_path / "step_3"))
+    assert verify(step, ReadOptions()).contradicts == []
+    with edited(step / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_optim_states.pt") as tree:
+        tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] *= 2
+    with edited(step / "scheduler.bin") as tree:
+        tree["base_lrs"] = [0.03, 0.03]
+    verdict = verify(step, ReadOptions())
+    assert verdict.intact
+    rates, rank = verdict.contradicts
+    assert "base_lrs is [0.03, 0.03], and initial_lr of the param groups is [0.01, 0.01]" in rates
+    assert (
+        "param_groups.0.lr in pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt: not what the first rank has"
+        in rank
+    )
+    assert any("base_lrs" in str(line) for line in open_checkpoint(step, ReadOptions()).notes.lines)
+
+
+def test_arguments_that_contradict_each_other_are_named(tmp_path: Path) -> None:
+    """Between ranks, and in one file that has no other beside it."""
+    many, one = (copied(name, tmp_path / name) for name in (MANY, ONE))
+    with edited(many / ITERATION / "mp_rank_01_001" / MODEL) as tree:
+        tree["args"].seed = 99
+    with edited(one / ITERATION / "mp_rank_00" / MODEL) as tree:
+        tree["args"].world_size = 3
+    (of_ranks,), (of_degrees,) = (verify(path, ReadOptions()).contradicts for path in (many, one))
+    assert (
+        of_ranks == "mp_rank_01_001: other arguments than those of mp_rank_00_000, which are taken: seed (99, not 1234)"
+    )
+    assert "args.world_size is 3, and tensor_model_parallel_size 1" in of_degrees
