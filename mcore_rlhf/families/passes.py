@@ -130,7 +130,7 @@ def _refuse_contradictions(p: Passage) -> None:
             "--dequantize: not together with --merge-adapter\nMake a plain base of the quantized one first: --to hf --dequantize."
         )
     if not p.write.merge_adapter and not p.to.adapter:
-        raise UsageError("--base-model: nothing looks at it without a merge\nAdd --merge-adapter, or leave it out.")
+        raise UsageError("--base-model: nothing is merged\nAdd --merge-adapter, or leave it out.")
 
 
 def _dequantize(p: Passage) -> Source:

@@ -31,6 +31,7 @@ from .requests import OF_REQUESTS, Requests, is_refusal, said
 from .settings import SETTINGS, StoreSettings, redacted, stores_with
 from .store import Store, StorePath
 from .threads import Pool
+from .waiting import waiting_for
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -103,7 +104,8 @@ class ObjectStore(FetchingStore):
 
         key = f"{folder}/{PREFIX}nothing-{os.urandom(4).hex()}".lstrip("/")
         with suppress(FileNotFoundError, BaseError):
-            self.requests.patiently(lambda: _obstore().head(self.requests.client, key))
+            with waiting_for(f"{self.requests.url} to answer"):
+                self.requests.patiently(lambda: _obstore().head(self.requests.client, key))
             raise StorageError(
                 f"{self}{key}: is found, though nobody has put it there: what answers is no object store.\n"
                 "Does the endpoint (AWS_ENDPOINT_URL, or --store-option endpoint=…) name a web page, such as the store's console?"

@@ -128,8 +128,7 @@ class Pool(Executor):
             while cancel_futures:
                 if (task := self._work.get_nowait()) is not None:
                     task[0].cancel()
-        for _ in self._threads:
-            self._work.put(None)
+        self._work.put(None)
         for thread in self._threads if wait else ():
             thread.join()
 
@@ -147,6 +146,9 @@ class Pool(Executor):
             del task  # what it holds goes now, and not when the next one comes
             with self._lock:
                 self._undone -= 1
+        self._work.put(
+            None
+        )  # to the next one: an interrupt may have come between a thread's beginning and its being listed
 
 
 def _do(future: Future[T], task: Callable[[], T]) -> None:

@@ -392,9 +392,8 @@ def _check_qkv(args: Arguments, file: str, model: ModelSpec, problems: Problems)
         return
     groups = args.integer("num_query_groups", heads) if args.flag("group_query_attention") else heads
     rows = (heads + 2 * groups) * channels
-    for spec in model.params:
-        whole = args.query_groups is not None and spec.global_shape[0] == rows
-        if spec.name.endswith("self_attention.linear_qkv.weight") and not whole:
+    for spec in (one for one in model.params if one.name.endswith("self_attention.linear_qkv.weight")):
+        if args.query_groups is None or spec.global_shape[0] != rows:
             made = f"{spec.name}: {spec.global_shape[0]} rows, but {heads} heads and {groups} query groups of {channels} in the args"
             problems.add(LayoutMismatch, f"{made} of {file} make {rows if args.query_groups else 'none'}")
             return

@@ -125,7 +125,13 @@ def completed(*words: object) -> list[str]:
 
 
 def test_values_are_completed(root: Path) -> None:
-    assert completed("convert", "a", "b", "--to", "m") == ["megatron-dist", "megatron", "ms-swift"]
+    assert completed("convert", "a", "b", "--to", "m") == [
+        "megatron-dist",
+        "megatron",
+        "ms-swift",
+        "megatron-bridge",
+        "megatron-lm",
+    ]
     assert completed("convert", "a", "b", "--dtype", "") == ["bf16", "fp16", "fp32"]
     assert completed("convert", "a", "b", "--rng", "d") == ["derive", "drop"]
     assert completed("configs", "show", "qwen2.5-7b") == [

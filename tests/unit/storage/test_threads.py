@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,30 @@ def test_a_pool_hands_on_what_is_raised_and_cancels_what_nobody_has_begun() -> N
         with pytest.raises(ZeroDivisionError):
             pool.submit(divmod, 1, 0).result(10)
         assert pool.submit(divmod, 7, 2).result(10) == (3, 1), "the thread goes on"
+
+
+@pytest.mark.timeout(20)
+def test_a_pool_ends_where_an_interrupt_comes_as_a_thread_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began, and nobody has it on a list: it took the word to end that was for another, which was waited for then."""
+    begin = threads.begin
+    free, given = threading.Event(), list[threading.Thread]()
+
+    def interrupted(name: str, job: Callable[..., object], *args: object) -> threading.Thread:
+        given.append(begin(name, job, *args))
+        if len(given) == 2:
+            raise KeyboardInterrupt
+        return given[-1]
+
+    monkeypatch.setattr(threads, "begin", interrupted)
+    pool = Pool(3, "count")
+    pool.submit(free.wait, 10)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(abs, -1)
+    threading.Timer(0.2, free.set).start()  # the unlisted one is the first to be told
+    pool.shutdown(wait=True, cancel_futures=True)
+    for thread in given:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_conversions_verdicts_and_weights_say_that_there_is_none(left: list[int], tmp_path: Path) -> None:
