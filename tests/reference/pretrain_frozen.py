@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import checkpointing, get_args, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training import checkpointing, get_args
 
 from mcore_rlhf import CheckpointManager, ManagerOptions
 from mcore_rlhf.engines.megatron import MegatronEngine
-from tests.reference.pretrain_mock import datasets, forward_step
+from tests.reference.pretrain_mock import main
 
 OUT = Path(os.environ["SCRIPT_OUT"])
 
@@ -47,8 +44,4 @@ def save_and_load(forward: Any, model: Any, *rest: Any, **more: Any) -> tuple[in
 
 
 if __name__ == "__main__":
-    datasets.is_distributed = True  # type: ignore[attr-defined]
-    training.train = save_and_load
-    arguments = parse_and_validate_args()
-    container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
-    training.pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    main(save_and_load)

@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.training import checkpointing, get_args, training
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training import checkpointing, get_args
 
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers.resuming import Outcome
 from mcore_rlhf.trainers.settings_file import read_settings
 from tests.helpers.one_key import At, keys_of, object_in, without_in_object, without_key, without_names
-from tests.reference.pretrain_mock import datasets, forward_step
+from tests.reference.pretrain_mock import main
 
 SOURCE, OUT, SKIPPED = Path(os.environ["LOADS_FROM"]), Path(os.environ["SCRIPT_OUT"]), ("args",)
 """``args`` has hundreds of keys, which are those that Megatron compares; a few are taken."""
@@ -140,8 +137,4 @@ def sweep(forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, 
 
 
 if __name__ == "__main__":
-    datasets.is_distributed = True  # type: ignore[attr-defined]
-    training.train = sweep
-    arguments = parse_and_validate_args()
-    container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
-    training.pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    main(sweep)

@@ -5,6 +5,7 @@ Source: megatron-core 0.19.2, ``megatron/training/training.py`` (``pretrain``), 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training import get_args, get_tokenizer, training
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 
@@ -40,8 +41,19 @@ def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -
     return output, partial(loss_of, batch["loss_mask"])
 
 
-if __name__ == "__main__":
+def main(train: Callable[..., object] | None = None) -> None:
+    """Call ``pretrain`` as such a script does.
+
+    Args:
+        train: What it calls where it would begin to train, in the place of its own.
+    """
     datasets.is_distributed = True  # type: ignore[attr-defined]
+    if train is not None:
+        training.train = train
     arguments = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
-    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    training.pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()
