@@ -41,6 +41,7 @@ from .into_run import (
     like_of,
     resolved,
     shift_into,
+    step_into,
     taken_out,
     track,
     values_of,
@@ -114,7 +115,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     trainer = trainer_named(options.trainer)
     step = source if trainer is None else as_step(source, trainer, options)
     if trainer is not None and (shift := shift_into(source, trainer)):
-        step = replace(step, step=max((step.step or 0) + shift, 0))
+        step = replace(step, step=step_into(step, trainer))
         options = replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=shift)))
     if step.alone:
         (lone,) = step.models
@@ -248,7 +249,7 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
     trainer = trainer_named(options.trainer)
     assert trainer is not None
     source = as_step(source, trainer, options) if source.alone else source  # opened once, to hear its step
-    step = max((source.step or 0) + shift_into(source, trainer), 0)
+    step = step_into(source, trainer)
     folder = root if trainer.unfolded else root / trainer.folder_of(step)
     refuse_overlap(source.folder, folder)
     _refuse_of_others(root, trainer)

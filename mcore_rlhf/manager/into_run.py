@@ -262,6 +262,11 @@ def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, obje
     return {key: known[trainer.asks[key]] for key in missing}
 
 
+def step_into(source: Subject, trainer: Trainer) -> int:
+    """The number that a step has in a trainer's run."""
+    return max((source.step or 0) + shift_into(source, trainer), 0)
+
+
 def taken_out(target: Target, trainer: Trainer) -> Mapping[str, ReadablePath]:
     """Take out of a target what lies beside an iteration's folder, which alone is published; the tracker is written at last.
 
@@ -283,19 +288,24 @@ def laid_beside(root: ReadablePath, outside: Mapping[str, ReadablePath], *, fsyn
 
     Args:
         root: The run's.
-        outside: Files, by where they lie in it; taken away again where the iteration does not come.
+        outside: Files, by where they lie in it; what was not there before is taken away again where the iteration does not come.
         fsync: Whether each is on the disk then.
 
     Raises:
+        UsageError: Another file lies there.
         StorageError: One cannot be written.
     """
-    places = {beneath(root, name): path for name, path in outside.items()}
+    places, laid = {beneath(root, name): read_bytes(path, _LONGEST) for name, path in outside.items()}, []
+    for place in filter(is_there, places):
+        if read_bytes(place, _LONGEST) != places[place]:
+            raise UsageError(f"{place}: is there, and is another one\nMove it away, or give the run a root of its own.")
     try:
-        for place, path in places.items():
-            write_text(place, read_bytes(path, _LONGEST), fsync=fsync)
+        for place in [one for one in places if not is_there(one)]:
+            laid.append(place)
+            write_text(place, places[place], fsync=fsync)
         yield
     except BaseException:
-        for place in filter(is_there, places):
+        for place in filter(is_there, laid):
             remove_file(place)
         raise
 

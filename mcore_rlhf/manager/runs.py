@@ -403,13 +403,12 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
         if gone:
             some = f", on {len(gone)} of {ranks} ranks" if ranks > 1 else ""
             shares = file == trainer.data and gone[0] and ranks % gone[0] == 0 and len(gone) == ranks - gone[0]
-            alike = (
-                f"{ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
-                if shares
-                else ""
-            )
-            unless = f", unless {alike}" if alike else ""
-            said.append(f"{file.format(rank=gone[0])}: without it {trainer.title} {what}{some}{unless}")
+            text = f"{file.format(rank=gone[0])}: without it {trainer.title} {what}{some}"
+            if shares:
+                text += (
+                    f", unless {ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
+                )
+            said.append(text)
     return said
 
 

@@ -78,6 +78,16 @@ def test_prompts_go_with_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not any("rollout/" in name for name in files(tmp_path / "slime"))
 
 
+def test_prompts_of_another_run_are_not_written_over(tmp_path: Path) -> None:
+    own, other = slime(tmp_path / "own"), tmp_path / "slime" / "rollout" / "global_dataset_state_dict_2.pt"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"somebody's")
+    with pytest.raises(UsageError, match="is there, and is another one"):
+        into(own, tmp_path / "slime", "slime", tp=1, pp=1)
+    assert files(tmp_path / "slime") == {"rollout/global_dataset_state_dict_2.pt"}
+    assert other.read_bytes() == b"somebody's"
+
+
 def test_a_file_that_names_another_iteration_is_in_the_way(tmp_path: Path) -> None:
     shutil.copytree(RUNS / "bridge", tmp_path / "run")
     with pytest.raises(
