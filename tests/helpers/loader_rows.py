@@ -27,9 +27,8 @@ def _section(loader: Loader) -> str:
     trainer = loader.trainer
     called = ", ".join(f"`{name}`" for name in (trainer.name, *loader.others))
     head = [f"## {trainer.title}", f"`--trainer` {called}; rows are of {loader.version}.", ""]
-    return "\n".join(
-        [*head, "| what | becomes | where it says | source | |", "|---|---|---|---|---|", *map(_line, loader.rows), ""]
-    )
+    lines = dict.fromkeys(map(_line, loader.rows))  # rows that ask for other keys say the same
+    return "\n".join([*head, "| what | becomes | where it says | source | |", "|---|---|---|---|---|", *lines, ""])
 
 
 def _line(row: Habit) -> str:
