@@ -30,7 +30,7 @@ from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
-from mcore_rlhf.trainers.known import trainer_named
+from mcore_rlhf.trainers.known import OF_TRAINER, trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
 from .into_run import (
@@ -45,6 +45,7 @@ from .into_run import (
     taken_out,
     track,
     values_of,
+    with_numbers,
 )
 from .run import steps
 from .run.checks import check_calls, check_values
@@ -53,7 +54,7 @@ from .run.steps import NOTE, RNG_FILE
 from .run_data import add_position, say_what_was_counted, settle_data
 from .run_sides import Beside, add_beginning, add_counters, add_made
 from .runs import manifest_of, run_at
-from .subject import OF_TRAINER, Subject
+from .subject import Subject
 
 
 @dataclass(slots=True)
@@ -114,9 +115,11 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     options = resolved(options)
     trainer = trainer_named(options.trainer)
     step = source if trainer is None else as_step(source, trainer, options)
-    if trainer is not None and (shift := shift_into(source, trainer)):
-        step = replace(step, step=step_into(step, trainer))
-        options = replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=shift)))
+    if not step.alone:
+        options = with_numbers(options, step, trainer)
+    done = 0 if trainer is None else step_into(step, trainer) + trainer.ahead
+    if trainer is not None:
+        step = replace(step, step=done - trainer.ahead)
     if step.alone:
         (lone,) = step.models
         return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
@@ -127,7 +130,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     problems, jobs = _unfit_values(step), {}
     for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
-        wanted_of = _nothing if asked is None else partial(values_of, around, asked)
+        wanted_of = _nothing if asked is None else partial(values_of, around, asked, done)
         try:
             reading = replace(like_of(options, role), read=step.reading(role))
             if trainer is not None and trainer.several:
@@ -144,7 +147,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     else:
         planned = next(iter(jobs.values()))
         first = planned.source
-        add_position(around, trainer, first)
+        add_position(around, trainer, done, first)
         say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args, options.write.run_of)
         settle_data(around, trainer, planned.target.parallel.dp)
@@ -175,7 +178,7 @@ def _unfit_values(source: Subject) -> Problems:
 
 def _note(job: StepJob) -> None:
     for role, planned in job.jobs.items():
-        state = planned.source.state
+        state = (planned.seen or planned.source).state
         if state.iteration and state.iteration != job.source.step:  # 0 where nothing says it
             job.report.add(
                 Fate.NOTE, f"{role}: says that it is of iteration {state.iteration}, and the step is {job.source.step}"

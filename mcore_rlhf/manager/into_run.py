@@ -13,19 +13,20 @@ from pathlib import Path
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.fsdp.state import RNG
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.families.trainer_files import ROWS
+from mcore_rlhf.families.trainer_files import ROWS, new_states
 from mcore_rlhf.formats.base import Target
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in
 from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
-from mcore_rlhf.trainers.known import TRAINERS, trainer_named
-from mcore_rlhf.trainers.table import Trainer
+from mcore_rlhf.trainers.known import TRAINERS, counted_by, trainer_named
+from mcore_rlhf.trainers.table import RANDOM, Trainer
 
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
@@ -188,9 +189,13 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     role = name or next(iter(trainer.roles))
     if not trainer.takes(role, options.to) and not trainer.is_iteration:  # whose folder is of any one model
         raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
-    step = open_checkpoint(folder, replace(source.options, optimizer=False)).state.iteration
+    opened = open_checkpoint(folder, replace(source.options, optimizer=False))
+    step = opened.state.iteration
     if not step:  # where nothing else says it, the optimizer counts the steps
         step = open_checkpoint(folder, source.options).state.iteration
+    counted = counted_by(opened.state.other) if format_named(opened.format).tags else None
+    if counted is not None and counted[0] is not trainer:  # the tag is DeepSpeed's own count, of updates
+        step = counted[1]
     return replace(source, models={role: folder}, step=step)
 
 
@@ -243,21 +248,42 @@ def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, nam
     return name in trainer.needs and name not in found.texts and trainer.numbered(source.folder) == source.step
 
 
-def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
+def with_numbers(options: ConvertOptions, source: Subject, trainer: Trainer | None) -> ConvertOptions:
+    """The options with the numbers that a step has where it goes.
+
+    Args:
+        options: How it is converted.
+        source: A step.
+        trainer: Whose run it goes into; None for a step of ours.
+    """
+    run, step = options.write.run_of, source.step or 0
+    if trainer is not None:
+        run = replace(run, shift=shift_into(source, trainer), tag=run.tag.format(step=step_into(source, trainer)))
+    run = replace(run, step=0 if format_named(options.to).tags else step)
+    return replace(options, write=replace(options.write, run_of=run))
+
+
+def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dict[str, object]:
     """What the trainer asks for among its first model's values, where the source has none of its own.
 
     Args:
         found: What goes along.
         trainer: Whose run it is.
+        step: The number of the step.
         opened: The first model.
     """
     take_position(found, trainer, opened)
-    known = {**known_of(trainer, opened.state.iteration, opened.state.args), DATA: found.data or {}}
+    known = {**known_of(trainer, step, opened.state.args), DATA: found.data or {}}
+    if trainer.generators:
+        own = opened.state.other.get(RNG)
+        states = own if isinstance(own, Mapping) and trainer.generators.keys() <= own.keys() else new_states(step, 1)[0]
+        known[RANDOM] = {name: states[key] for key, name in trainer.generators.items()}
     missing = [key for key in trainer.asks if key not in opened.state.other]
     if missing:
+        unsaid = unsaid_of(opened.state.args) if "samples" in map(trainer.asks.get, missing) else ""
         found.report.add(
             Fate.DERIVED,
-            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid_of(opened.state.args)}",
+            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid}",
         )
     return {key: known[trainer.asks[key]] for key in missing}
 

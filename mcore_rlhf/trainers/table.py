@@ -14,6 +14,8 @@ from mcore_rlhf.storage.paths import ReadablePath, lies_in
 
 STEP = "step"
 """The field of a pattern that stands for a step's number."""
+RANDOM = "random"
+"""What it asks for where that is a process's random states: see :attr:`Trainer.asks`."""
 HERE = ""
 """The place of a role whose model is the step's folder itself."""
 ITERATIONS = ("iter_{step:07d}",)
@@ -68,7 +70,9 @@ class Trainer:
         opens_data: Whether it opens that file without a look, and stops where it is not there.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
             the loader's own state.
-        asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
+        asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``,
+            or ``random``: the states of a process's generators, by what each is called there (``generators``).
+        generators: What each generator's state is called there, by what it is called here.
         counters: Which file says how far the run is; None where its formats' own do.
         numbered: Gives the number of a step in the run's own folder: how many are done; None where the file that says it is not there.
         first: What it calls the step after which one is done; those that are done are what everybody else calls a step.
@@ -111,6 +115,7 @@ class Trainer:
     opens_data: bool = False
     skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
+    generators: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
     numbered: Callable[[ReadablePath], int | None] = lambda root: None
     first: int = 1
@@ -140,8 +145,8 @@ class Trainer:
 
     @property
     def is_iteration(self) -> bool:
-        """Whether a step's folder is one of Megatron's own: an iteration beside others, and not a folder that holds one."""
-        return self.steps[:1] == ITERATIONS
+        """Whether a step's folder is its framework's own, beside others: Megatron's iteration, DeepSpeed's tag; none that holds one."""
+        return not self.by_role and self.steps[:1] in (ITERATIONS, (self.tag,))
 
     @property
     def unfolded(self) -> bool:
