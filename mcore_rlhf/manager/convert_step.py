@@ -52,7 +52,7 @@ from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
 from .run_data import add_position, say_what_was_counted, settle_data
-from .run_sides import Beside, add_beginning, add_counters, add_made
+from .run_sides import Beside, add_beginning, add_counters, add_made, add_progress
 from .runs import manifest_of, run_at
 from .subject import Subject
 
@@ -152,6 +152,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         add_counters(around, trainer, step.step or 0, first.state.args, options.write.run_of)
         settle_data(around, trainer, planned.target.parallel.dp)
         add_made(around, trainer, options.write.run_of)
+        add_progress(around, trainer, done, options.write.run_of)
         add_beginning(around, trainer)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}

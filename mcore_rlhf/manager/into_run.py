@@ -81,7 +81,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         write = _in_ranks_of(write, options.read)
     run = RunOf(
         trainer.name, trainer.second_group, trainer.wants_schedule or row is not None, parts, trainer.counts,
-        tag=trainer.tag, strategy=trainer.strategy, beside=row,
+        tag=trainer.tag, strategy=trainer.strategy, beside=row, shown=_shown_by(options, trainer) if trainer.progress else "",
     )  # fmt: skip
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
 
@@ -146,6 +146,21 @@ def _as_shown(options: ConvertOptions, trainer: Trainer, shown: TrainerRun | Non
         )
     found = resolved(replace(options, write=replace(options.write, like=None)))
     return replace(found, write=replace(found.write, run_of=replace(found.write.run_of, shown=str(shown.root))))
+
+
+def _shown_by(options: ConvertOptions, trainer: Trainer) -> str:
+    """The step of a trainer's own run that ``--like`` names, or in which the model lies that it names; empty where none was given.
+
+    Raises:
+        UsageError: It is none of that trainer's.
+    """
+    if options.write.like is None:
+        return ""
+    path = Path(options.write.like).expanduser()
+    step = next((found for one in (path, path.parent) if (found := step_at(one)) is not None), None)
+    if step is None or step.trainer is not trainer:
+        raise UsageError(f"--like {options.write.like}: is no step of a run of {trainer.title}, which shows what is wanted beside its models")
+    return str(step.folder)
 
 
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:

@@ -78,6 +78,8 @@ class Trainer:
         first: What it calls the step after which one is done; those that are done are what everybody else calls a step.
         made: Files that it wants beside its counters, and what is in one that is made, where nobody has it; JSON.
         made_says: What that makes it do, in words.
+        progress: A file of ``torch.save`` that it stops without and only its own runs show: ``progress``, which counts steps, and whatever
+            else a run goes on by; empty where there is none.
         second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where it has one group, and
             None where a run says, or nobody.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
@@ -121,6 +123,7 @@ class Trainer:
     first: int = 1
     made: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     made_says: str = ""
+    progress: str = ""
     second_group: tuple[str, ...] | None = None
     wants_schedule: bool = False
     strategy: str = ""

@@ -26,7 +26,8 @@ from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
-_TRAIN_STATE = "train_state"
+_COUNTED = ("train_state", "progress")
+"""What torchtitan and prime-rl count in."""
 _HAS = "as the run that goes on has it"
 
 _OF_RUN: Rule[str] = Rule(
@@ -271,7 +272,7 @@ def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
             own[key] = value
         elif key not in own and key != RNG:
             how = f"as in {like.root}, at its step: the source does not say it"
-            if key == _TRAIN_STATE and isinstance(value, Mapping):
+            if key in _COUNTED and isinstance(value, Mapping):
                 rest = ", ".join(sorted(name for name in value if name != "step"))
                 value = {**value, "step": source.state.iteration}
                 how = f"step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}"
