@@ -39,6 +39,7 @@ from .into_run import (
     in_iteration,
     laid_beside,
     like_of,
+    of_alone,
     resolved,
     shift_into,
     step_into,
@@ -122,7 +123,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         step = replace(step, step=done - trainer.ahead)
     if step.alone:
         (lone,) = step.models
-        return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
+        return StepJob(step, {lone: prepare(step.folder, of_alone(options, step), by_parts=by_parts)})
     if not step.models:
         raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
     left_out = [role for role in source.models if role and role not in step.models]
@@ -234,7 +235,7 @@ def convert_step(
         return _convert_into_run(source, target, options, progress or Progress())
     if source.step is None:
         (lone,) = source.models
-        done = convert(source.folder, target, replace(options, read=source.options), progress)
+        done = convert(source.folder, target, of_alone(options, source), progress)
         return StepJob(source, {lone: done}, published=done.published)
     publication = _publication(source, target, options)
     with publication:

@@ -20,7 +20,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, Writ
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, new_states
 from mcore_rlhf.formats.base import Target
-from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in
+from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in, wanted_format
 from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.reading import read_bytes
@@ -250,10 +250,23 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         else:
             text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)
+    for name in _in_its_root(source):
+        found.report.add(Fate.LOST, f"{name}: lies beside the steps of its run, where it stays; copy it, where the new one is to go on with it")
     for role in left_out:
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
         found.report.add(Fate.LOST, text)
     return found
+
+
+def _in_its_root(source: Subject) -> list[str]:
+    """Files of the whole run that lie beside a step which is its framework's own: a reference model."""
+    folder = next(iter(source.models.values()))
+    step = step_at(folder)
+    if step is None:
+        run = run_at(folder)
+        step = None if run is None else next(iter(run.found.values()), None)
+    names = () if step is None else (name for name in step.trainer.beside if "{" not in name)
+    return [name for name in names if step is not None and is_there(beneath(step.folder.parent, name))]
 
 
 def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, name: str, found: Beside) -> bool:
@@ -261,6 +274,22 @@ def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, nam
     if not trainer.in_place:
         return before is None and name in trainer.marks
     return name in trainer.needs and name not in found.texts and trainer.numbered(source.folder) == source.step
+
+
+def of_alone(options: ConvertOptions, source: Subject) -> ConvertOptions:
+    """The options for a lone checkpoint, whose iteration becomes the number that everybody else says where it leaves Megatron's formats.
+
+    Within them it stays as it is: what is only cut anew is still a rollout of its trainer's.
+
+    Args:
+        options: How it is converted.
+        source: The checkpoint.
+    """
+    options = replace(options, read=source.options)
+    found = None if Takes.MEGATRON in wanted_format(options).takes else step_at(source.folder) or run_at(source.folder)
+    if found is None or not found.trainer.ahead:
+        return options
+    return replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=found.trainer.ahead)))
 
 
 def with_numbers(options: ConvertOptions, source: Subject, trainer: Trainer | None) -> ConvertOptions:
