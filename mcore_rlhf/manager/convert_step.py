@@ -39,14 +39,13 @@ from .into_run import (
     in_iteration,
     laid_beside,
     like_of,
+    numbered,
     of_alone,
     resolved,
-    shift_into,
     step_into,
     taken_out,
     track,
     values_of,
-    with_numbers,
 )
 from .run import steps
 from .run.checks import check_calls, check_values
@@ -115,12 +114,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     """
     options = resolved(options)
     trainer = trainer_named(options.trainer)
-    step = source if trainer is None else as_step(source, trainer, options)
-    if not step.alone:
-        options = with_numbers(options, step, trainer)
-    done = 0 if trainer is None else step_into(step, trainer) + trainer.ahead
-    if trainer is not None:
-        step = replace(step, step=done - trainer.ahead)
+    step, options, done = numbered(source, options, trainer)
     if step.alone:
         (lone,) = step.models
         return StepJob(step, {lone: prepare(step.folder, of_alone(options, step), by_parts=by_parts)})

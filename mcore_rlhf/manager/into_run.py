@@ -159,7 +159,9 @@ def _shown_by(options: ConvertOptions, trainer: Trainer) -> str:
     path = Path(options.write.like).expanduser()
     step = next((found for one in (path, path.parent) if (found := step_at(one)) is not None), None)
     if step is None or step.trainer is not trainer:
-        raise UsageError(f"--like {options.write.like}: is no step of a run of {trainer.title}, which shows what is wanted beside its models")
+        raise UsageError(
+            f"--like {options.write.like}: is no step of a run of {trainer.title}, which shows what is wanted beside its models"
+        )
     return str(step.folder)
 
 
@@ -251,7 +253,10 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
             text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)
     for name in _in_its_root(source):
-        found.report.add(Fate.LOST, f"{name}: lies beside the steps of its run, where it stays; copy it, where the new one is to go on with it")
+        found.report.add(
+            Fate.LOST,
+            f"{name}: lies beside the steps of its run, where it stays; copy it, where the new one is to go on with it",
+        )
     for role in left_out:
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
         found.report.add(Fate.LOST, text)
@@ -289,22 +294,30 @@ def of_alone(options: ConvertOptions, source: Subject) -> ConvertOptions:
     found = None if Takes.MEGATRON in wanted_format(options).takes else step_at(source.folder) or run_at(source.folder)
     if found is None or not found.trainer.ahead:
         return options
-    return replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=found.trainer.ahead)))
+    return replace(
+        options, write=replace(options.write, run_of=replace(options.write.run_of, shift=found.trainer.ahead))
+    )
 
 
-def with_numbers(options: ConvertOptions, source: Subject, trainer: Trainer | None) -> ConvertOptions:
-    """The options with the numbers that a step has where it goes.
+def numbered(source: Subject, options: ConvertOptions, trainer: Trainer | None) -> tuple[Subject, ConvertOptions, int]:
+    """The source as what it is where it goes, the options with the numbers that it has there, and how many steps are done.
 
     Args:
-        options: How it is converted.
-        source: A step.
-        trainer: Whose run it goes into; None for a step of ours.
+        source: What is converted.
+        options: How.
+        trainer: Whose run it goes into; None for a step of ours, or a lone checkpoint.
+
+    Raises:
+        CheckpointError: See :func:`as_step`.
     """
-    run, step = options.write.run_of, source.step or 0
+    step = source if trainer is None else as_step(source, trainer, options)
+    run, done = options.write.run_of, step.step or 0
+    run = replace(run, step=0 if step.alone or format_named(options.to).tags else done)
     if trainer is not None:
-        run = replace(run, shift=shift_into(source, trainer), tag=run.tag.format(step=step_into(source, trainer)))
-    run = replace(run, step=0 if format_named(options.to).tags else step)
-    return replace(options, write=replace(options.write, run_of=run))
+        number = step_into(step, trainer)
+        run = replace(run, shift=shift_into(step, trainer), tag=run.tag.format(step=number))
+        step, done = replace(step, step=number), number + trainer.ahead
+    return step, replace(options, write=replace(options.write, run_of=run)), done
 
 
 def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dict[str, object]:

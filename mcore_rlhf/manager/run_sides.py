@@ -152,7 +152,9 @@ def add_progress(found: Beside, trainer: Trainer, step: int, run: RunOf) -> None
         return
     shown = checkpoint_path(run.shown)
     if not is_there(beneath(shown, name)):
-        raise UsageError(f"--like {run.shown}: has no {name}, without which {trainer.title} stops\nName a step of a run that has one.")
+        raise UsageError(
+            f"--like {run.shown}: has no {name}, without which {trainer.title} stops\nName a step of a run that has one."
+        )
     file = read_pt(shown, name)
     tree = file.materialize(file.tree)
     progress = tree.get(_PROGRESS) if isinstance(tree, dict) else None

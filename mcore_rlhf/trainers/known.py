@@ -93,7 +93,7 @@ def counted_by(values: Mapping[str, object]) -> tuple[Trainer, int] | None:
 
 
 def _said_by_us(step: ReadablePath) -> object:
-    """Whose step a conversion made it, by the manifest in it: a step that is its framework's own shows no trainer without its files beside."""
+    """Whose step a conversion made it, by the manifest in it: one that is its framework's own shows no trainer without files beside it."""
     with suppress(OSError, CheckpointError):
         return Manifest.read(step / MANIFEST_NAME).report.get(OF_TRAINER)
     return None

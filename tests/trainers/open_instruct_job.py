@@ -58,8 +58,13 @@ class Run:
         made, configured, bf16 = model_of(orders), grpo_fast.get_train_ds_config, orders.get("bf16", False)
         made.gradient_checkpointing_enable = lambda: None  # type: ignore[method-assign]
         grpo_fast.get_train_ds_config = lambda **named: configured(**{**named, "bf16": bf16})
-        grpo_fast.AutoModelForCausalLM = SimpleNamespace(from_pretrained=lambda *_, **__: made.bfloat16() if bf16 else made)
-        at_least, scheduled = {"min_lr_rate": LEAST}, grpo_fast.get_scheduler  # the schedule that all trainers are given
+        grpo_fast.AutoModelForCausalLM = SimpleNamespace(
+            from_pretrained=lambda *_, **__: made.bfloat16() if bf16 else made
+        )
+        at_least, scheduled = (
+            {"min_lr_rate": LEAST},
+            grpo_fast.get_scheduler,
+        )  # the schedule that all trainers are given
         grpo_fast.get_scheduler = lambda *kind, **named: scheduled(*kind, **named, scheduler_specific_kwargs=at_least)
         grpo_fast.UlyssesSPAttentionHF = SimpleNamespace(register_with_transformers=lambda **_: None)
         self.policy = policy = grpo_fast.PolicyTrainerRayProcess.__new__(grpo_fast.PolicyTrainerRayProcess)
@@ -96,7 +101,11 @@ class Run:
     def save(self, path: str, at: int) -> None:
         state = {"training_step": at, **COUNTERS}
         state |= {"dataloader_state": {"training_step": at, "current_epoch": 0}}
-        state["data_prep_actor_state"] = {"training_step": at + 1, "last_consumed_step": at - 1, "iter_dataloader_state": {"epoch": 1}}
+        state["data_prep_actor_state"] = {
+            "training_step": at + 1,
+            "last_consumed_step": at - 1,
+            "iter_dataloader_state": {"epoch": 1},
+        }
         Path(path).mkdir(parents=True, exist_ok=True)
         self.policy.save_checkpoint_state(path, state)
 

@@ -18,7 +18,16 @@ from tests.trainers.absent import stand_in
 from tests.trainers.lessons import BETAS, DECAY, RATE, WHOLE, Learner, Step, begin, model_of
 
 stand_in("wandb", "verifiers", "msgspec")
-stand_in("prime_rl.configs", "prime_rl.trainer.optim", "prime_rl.trainer.optimizers", "prime_rl.orchestrator.envs", "prime_rl.orchestrator.utils", "prime_rl.transports", "prime_rl.utils.client", instead=True)
+stand_in(
+    "prime_rl.configs",
+    "prime_rl.trainer.optim",
+    "prime_rl.trainer.optimizers",
+    "prime_rl.orchestrator.envs",
+    "prime_rl.orchestrator.utils",
+    "prime_rl.transports",
+    "prime_rl.utils.client",
+    instead=True,
+)
 
 
 class Run(Learner):
@@ -75,7 +84,8 @@ def _orchestrator() -> tuple[Any, Any]:
     tasks = [SimpleNamespace(key=key) for key in range(5)]
     env = SimpleNamespace(name="gsm", tasks=tasks, num_tasks=5, config=SimpleNamespace(curriculum=None, ratio=1))
     made = SimpleNamespace(
-        progress=types.Progress(), manager=lambda root: ckpt.CheckpointManager(Path(root), SimpleNamespace(skip_progress=False))
+        progress=types.Progress(),
+        manager=lambda root: ckpt.CheckpointManager(Path(root), SimpleNamespace(skip_progress=False)),
     )
     return made, train_source.TrainSource([env])
 

@@ -1,4 +1,4 @@
-"""verl, OpenRLHF, RLinf, NeMo-RL and open-instruct go on, by their own code, from each other's runs with the losses that the run would have seen.
+"""verl, OpenRLHF, RLinf, NeMo-RL and open-instruct go on, by their own code, from each other's runs with the run's own next losses.
 
 Each trains three steps, saves, and sees two more. What it saved becomes every other's run, directly and by a Megatron run of TP 2, as
 ``convert RUN NEW --to TRAINER`` makes it; that trainer's own loader loads it into a model with other weights, and trains two steps on the

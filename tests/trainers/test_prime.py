@@ -54,7 +54,9 @@ def test_it_goes_on(trainers: Path, tmp_path: Path) -> None:
     assert tasks == [3, 4, 3, 4, 1, 2, 1, 2], "its own file goes along, also in a run of Megatron's"
     with pytest.raises(Unsupported, match="--like FOLDER"):
         into(verl, "prime-rl", "alone")
-    file = torch.load(tmp_path / "verls/checkpoints/step_3/orchestrator/progress.pt", pickle_module=_Named, weights_only=False)
+    file = torch.load(
+        tmp_path / "verls/checkpoints/step_3/orchestrator/progress.pt", pickle_module=_Named, weights_only=False
+    )
     assert vars(file["progress"]) == {"step": 3, "total_tokens": 0, "total_samples": 0, "total_problems": 2}
 
 
