@@ -130,7 +130,7 @@ def add_made(found: Beside, trainer: Trainer, run: RunOf) -> None:
         shown = _shown(run, name) if run.shown else b""
         found.texts[name] = shown or json.dumps(trainer.made[name], indent=4).encode()
     if missing:
-        what = f"as {run.shown} has them" if run.shown else f"{trainer.made_says}; --like RUN gives those of one"
+        what = f"as {run.shown} has them" if run.shown else trainer.made_says
         found.report.add(Fate.DERIVED, f"{', '.join(missing)}: {what}")
 
 

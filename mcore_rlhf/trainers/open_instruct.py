@@ -10,6 +10,7 @@ KeyError without ``training_step`` or ``rng_states``; all else may be missing, a
 
 from __future__ import annotations
 
+from . import accelerate
 from .openrlhf import SECOND_GROUP
 from .table import Trainer
 
@@ -39,6 +40,11 @@ TUNING = Trainer(
     over=("accelerate",),
     needs=("COMPLETED",),
     resumes="highest",
+    made={"COMPLETED": {}},
+    made_says="by which it knows a whole step",
+    second_group=SECOND_GROUP,
+    formats=accelerate.TRAINER.formats,
+    tag=accelerate.TRAINER.tag,
     told="--output_dir {root}",
 )
 """Steps without ``COMPLETED`` are passed over; an ``epoch_N``, whose number is an epoch's, is looked at where there is no ``step_N``.
