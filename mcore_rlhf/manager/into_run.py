@@ -335,7 +335,9 @@ def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dic
         own = opened.state.other.get(RNG)
         states = own if isinstance(own, Mapping) and trainer.generators.keys() <= own.keys() else new_states(step, 1)[0]
         known[RANDOM] = {name: states[key] for key, name in trainer.generators.items()}
-    missing = [key for key in trainer.asks if key not in opened.state.other]
+    there = opened.state.other
+    others = counted_by(there) is not None and not trainer.asks.keys() <= there.keys()  # one name may be of two things
+    missing = [key for key in trainer.asks if key not in there or others]
     if missing:
         unsaid = unsaid_of(opened.state.args) if "samples" in map(trainer.asks.get, missing) else ""
         found.report.add(

@@ -105,7 +105,10 @@ def test_a_tags_number_is_no_training_step(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "again" / "global_step3" / MODEL, weights_only=False)
     assert (saved["training_step"], saved["global_steps"]) == (1, 3)
     into(tmp_path / "again", tmp_path / "openrlhf", "openrlhf")
-    assert torch.load(tmp_path / "openrlhf" / "_actor" / "global_step1" / MODEL, weights_only=False)["global_step"] == 1
+    saved = torch.load(tmp_path / "openrlhf" / "_actor" / "global_step1" / MODEL, weights_only=False)
+    assert (saved["global_step"], saved["episode"]) == (1, 0), "what GRPO calls episodes are samples"
+    into(tmp_path / "openrlhf", tmp_path / "back", "open-instruct")
+    assert torch.load(tmp_path / "back" / "global_step1" / MODEL, weights_only=False)["training_step"] == 1
 
 
 def test_a_reference_that_stays_where_it_is_is_named(tmp_path: Path) -> None:
