@@ -212,9 +212,8 @@ def prepare(
     asked = wanted_of(opened)
     passage = Passage(opened, wanted, options.write, read, open_checkpoint)
     seen = through(CONVERTED, passage)
-    more = {
-        key: value for key, value in asked.items() if key not in seen.state.other
-    }  # after what drops another family's
+    more = {key: value for key, value in asked.items() if key in opened.state.other or key not in seen.state.other}
+    # after what drops another family's
     seen = replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None

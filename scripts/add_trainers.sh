@@ -22,6 +22,7 @@ repositories=( # folder, repository, commit, what of it is a package
     "prime-rl-559b447 PrimeIntellect-ai/prime-rl 559b44772e471d1538537b8805cc77f3824a5e64 src"
     "slime-624b824 THUDM/slime 624b824a898ab0ec1fcb4d373004c7f3852bf515 slime"
     "miles-31f1ca9 radixark/miles 31f1ca961a94cb860cec3b2dea34ec332bfa8f76 miles"
+    "open-instruct-e6c3044 allenai/open-instruct e6c3044aa6201c8bfa4573c1b03142af599e730d open_instruct"
     "ROLL-8eb27cc2 alibaba/ROLL 8eb27cc2dc34c4d1310b169d9b86d339004d811a ."
 )
 

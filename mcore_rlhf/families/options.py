@@ -69,11 +69,12 @@ class RunOf:
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer.
         parts: Where it has the parts of a ``torch_dist`` checkpoint; None where that is one folder.
         counts: Whether Megatron's iteration is its step; it looks for iteration 0 in every step otherwise.
-        tag: What it calls DeepSpeed's tags, with ``{step}``; empty where any name is as good.
+        tag: What it calls DeepSpeed's tags, with ``{step}`` where that is the iteration; empty where any name is as good.
         shown: The folder of a run of the same trainer's that shows what it wants beside its models; empty where none was named.
         strategy: What its rank files say of their strategy; empty where they do not.
         beside: What is called how beside the tag of DeepSpeed's files; None where nothing lies there.
         shift: What is added to the source's iteration, where one of the two trainers has numbered it from 0.
+        step: The number of the step where that is not DeepSpeed's count of updates; zero where nobody says.
         number: Which of several models it is whose files lie in one folder, from 0.
     """
 
@@ -87,6 +88,7 @@ class RunOf:
     strategy: str = ""
     beside: RunFiles | None = None
     shift: int = 0
+    step: int = 0
     number: int = 0
 
     @property

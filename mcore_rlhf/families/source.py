@@ -314,26 +314,28 @@ class Source:
     told: Mapping[str, object] = field(default_factory=dict)
 
 
-def counted_on(source: Source, by: int) -> Source:
-    """The source at another number of its step, if it is of one: of two trainers, one counts them from 0.
+FROM_ZERO = "one of the two trainers counts the steps that are done, the other numbers them from 0"
+UPDATES = "DeepSpeed counts updates, of which a trainer may make several in a step"
+
+
+def counted_on(source: Source, by: int, why: str = FROM_ZERO) -> Source:
+    """The source at another number of its step, if it is of one.
 
     Args:
         source: An opened checkpoint.
         by: How many steps are to be added.
+        why: Why there are two numbers.
     """
     if source.state.release or not source.state.iteration:
         return source
     at = source.state.iteration + by
-    source.notes.through([_COUNTED_ON], {"own": source.state.iteration, "at": at})
+    source.notes.through([_COUNTED_ON], {"own": source.state.iteration, "at": at, "why": why})
     held = {"iteration": at} if "iteration" in source.state.other else {}
     return replace(source, state=replace(source.state, iteration=at, other={**source.state.other, **held}))
 
 
-_COUNTED_ON: Rule[Mapping[str, int]] = Rule(
-    Fate.DERIVED,
-    "iteration {own} becomes {at}: one of the two trainers counts the steps that are done, the other numbers them from 0",
-    dict,
-    [Item(Kind.VALUE, "iteration")],
+_COUNTED_ON: Rule[Mapping[str, object]] = Rule(
+    Fate.DERIVED, "iteration {own} becomes {at}: {why}", dict, [Item(Kind.VALUE, "iteration")]
 )
 
 

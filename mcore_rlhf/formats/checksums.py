@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, NotACheckpoint, Problem, Problems
-from mcore_rlhf.families.megatron.folders import iteration_meant
+from mcore_rlhf.families.megatron.folders import folder_meant
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.leftovers import MAX_CARRIED, reason_of_name
@@ -91,7 +91,7 @@ def listed_at(folder: ReadablePath, trackers: Collection[str] = (), step: int | 
             found = None if manifest is None else Listed(manifest, place / name, trackers)
             if found is not None and found.below(here):
                 return found
-    meant = iteration_meant(here, step)
+    meant = folder_meant(here, step)
     manifest = None if meant is None else _read(meant / MANIFEST_NAME)
     return None if meant is None or manifest is None else Listed(manifest, meant / MANIFEST_NAME, trackers)
 

@@ -30,7 +30,7 @@ from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.storage.urls import checkpoint_path, publication, refuse_overlap, write_text
-from mcore_rlhf.trainers.known import trainer_named
+from mcore_rlhf.trainers.known import OF_TRAINER, trainer_named
 from mcore_rlhf.trainers.table import Trainer
 
 from .into_run import (
@@ -39,8 +39,9 @@ from .into_run import (
     in_iteration,
     laid_beside,
     like_of,
+    numbered,
+    of_alone,
     resolved,
-    shift_into,
     step_into,
     taken_out,
     track,
@@ -51,9 +52,9 @@ from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
 from .run_data import add_position, say_what_was_counted, settle_data
-from .run_sides import Beside, add_beginning, add_counters, add_made
+from .run_sides import Beside, add_beginning, add_counters, add_made, add_progress
 from .runs import manifest_of, run_at
-from .subject import OF_TRAINER, Subject
+from .subject import Subject
 
 
 @dataclass(slots=True)
@@ -113,13 +114,10 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     """
     options = resolved(options)
     trainer = trainer_named(options.trainer)
-    step = source if trainer is None else as_step(source, trainer, options)
-    if trainer is not None and (shift := shift_into(source, trainer)):
-        step = replace(step, step=step_into(step, trainer))
-        options = replace(options, write=replace(options.write, run_of=replace(options.write.run_of, shift=shift)))
+    step, options, done = numbered(source, options, trainer)
     if step.alone:
         (lone,) = step.models
-        return StepJob(step, {lone: prepare(step.folder, replace(options, read=step.options), by_parts=by_parts)})
+        return StepJob(step, {lone: prepare(step.folder, of_alone(options, step), by_parts=by_parts)})
     if not step.models:
         raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
     left_out = [role for role in source.models if role and role not in step.models]
@@ -127,7 +125,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     problems, jobs = _unfit_values(step), {}
     for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
-        wanted_of = _nothing if asked is None else partial(values_of, around, asked)
+        wanted_of = _nothing if asked is None else partial(values_of, around, asked, done)
         try:
             reading = replace(like_of(options, role), read=step.reading(role))
             if trainer is not None and trainer.several:
@@ -144,11 +142,12 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     else:
         planned = next(iter(jobs.values()))
         first = planned.source
-        add_position(around, trainer, first)
+        add_position(around, trainer, done, first)
         say_what_was_counted(around, trainer, first)
         add_counters(around, trainer, step.step or 0, first.state.args, options.write.run_of)
         settle_data(around, trainer, planned.target.parallel.dp)
         add_made(around, trainer, options.write.run_of)
+        add_progress(around, trainer, done, options.write.run_of)
         add_beginning(around, trainer)
         megatron = Takes.MEGATRON in format_named(options.to).takes
         places = {role: trainer.place_of(role, megatron=megatron) or "" for role in jobs}
@@ -175,7 +174,7 @@ def _unfit_values(source: Subject) -> Problems:
 
 def _note(job: StepJob) -> None:
     for role, planned in job.jobs.items():
-        state = planned.source.state
+        state = (planned.seen or planned.source).state
         if state.iteration and state.iteration != job.source.step:  # 0 where nothing says it
             job.report.add(
                 Fate.NOTE, f"{role}: says that it is of iteration {state.iteration}, and the step is {job.source.step}"
@@ -230,7 +229,7 @@ def convert_step(
         return _convert_into_run(source, target, options, progress or Progress())
     if source.step is None:
         (lone,) = source.models
-        done = convert(source.folder, target, replace(options, read=source.options), progress)
+        done = convert(source.folder, target, of_alone(options, source), progress)
         return StepJob(source, {lone: done}, published=done.published)
     publication = _publication(source, target, options)
     with publication:

@@ -13,19 +13,20 @@ from pathlib import Path
 
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
+from mcore_rlhf.families.fsdp.state import RNG
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.families.trainer_files import ROWS
+from mcore_rlhf.families.trainer_files import ROWS, new_states
 from mcore_rlhf.formats.base import Target
-from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in
+from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in, wanted_format
 from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.reading import read_bytes
 from mcore_rlhf.storage.urls import checkpoint_path, remove_file, write_text
-from mcore_rlhf.trainers.known import TRAINERS, trainer_named
-from mcore_rlhf.trainers.table import Trainer
+from mcore_rlhf.trainers.known import TRAINERS, counted_by, trainer_named
+from mcore_rlhf.trainers.table import RANDOM, Trainer
 
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
 from .run_sides import Beside, known_of, unsaid_of
@@ -80,7 +81,7 @@ def resolved(options: ConvertOptions) -> ConvertOptions:
         write = _in_ranks_of(write, options.read)
     run = RunOf(
         trainer.name, trainer.second_group, trainer.wants_schedule or row is not None, parts, trainer.counts,
-        tag=trainer.tag, strategy=trainer.strategy, beside=row,
+        tag=trainer.tag, strategy=trainer.strategy, beside=row, shown=_shown_by(options, trainer) if trainer.progress else "",
     )  # fmt: skip
     return replace(options, to=to, trainer=trainer.name, write=replace(write, run_of=run))
 
@@ -147,6 +148,23 @@ def _as_shown(options: ConvertOptions, trainer: Trainer, shown: TrainerRun | Non
     return replace(found, write=replace(found.write, run_of=replace(found.write.run_of, shown=str(shown.root))))
 
 
+def _shown_by(options: ConvertOptions, trainer: Trainer) -> str:
+    """The step of a trainer's own run that ``--like`` names, or in which the model lies that it names; empty where none was given.
+
+    Raises:
+        UsageError: It is none of that trainer's.
+    """
+    if options.write.like is None:
+        return ""
+    path = Path(options.write.like).expanduser()
+    step = next((found for one in (path, path.parent) if (found := step_at(one)) is not None), None)
+    if step is None or step.trainer is not trainer:
+        raise UsageError(
+            f"--like {options.write.like}: is no step of a run of {trainer.title}, which shows what is wanted beside its models"
+        )
+    return str(step.folder)
+
+
 def _like(options: ConvertOptions, trainer: Trainer) -> ReadablePath | None:
     """The model in Megatron's format that shows where the run has its parts; None where there is none."""
     if options.write.like is None or not trainer.parts:
@@ -188,9 +206,13 @@ def as_step(source: Subject, trainer: Trainer, options: ConvertOptions) -> Subje
     role = name or next(iter(trainer.roles))
     if not trainer.takes(role, options.to) and not trainer.is_iteration:  # whose folder is of any one model
         raise UsageError(f"--role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}")
-    step = open_checkpoint(folder, replace(source.options, optimizer=False)).state.iteration
+    opened = open_checkpoint(folder, replace(source.options, optimizer=False))
+    step = opened.state.iteration
     if not step:  # where nothing else says it, the optimizer counts the steps
         step = open_checkpoint(folder, source.options).state.iteration
+    counted = counted_by(opened.state.other) if format_named(opened.format).tags else None
+    if counted is not None and counted[0] is not trainer:  # the tag is DeepSpeed's own count, of updates
+        step = counted[1]
     return replace(source, models={role: folder}, step=step)
 
 
@@ -230,10 +252,26 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         else:
             text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)
+    for name in _in_its_root(source):
+        found.report.add(
+            Fate.LOST,
+            f"{name}: lies beside the steps of its run, where it stays; copy it, where the new one is to go on with it",
+        )
     for role in left_out:
         text = f"the model of the role {role}: {trainer.title} has models of the roles {', '.join(trainer.roles)}"
         found.report.add(Fate.LOST, text)
     return found
+
+
+def _in_its_root(source: Subject) -> list[str]:
+    """Files of the whole run that lie beside a step which is its framework's own: a reference model."""
+    folder = next(iter(source.models.values()))
+    step = step_at(folder)
+    if step is None:
+        run = run_at(folder)
+        step = None if run is None else next(iter(run.found.values()), None)
+    names = () if step is None else (name for name in step.trainer.beside if "{" not in name)
+    return [name for name in names if step is not None and is_there(beneath(step.folder.parent, name))]
 
 
 def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, name: str, found: Beside) -> bool:
@@ -243,21 +281,68 @@ def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, nam
     return name in trainer.needs and name not in found.texts and trainer.numbered(source.folder) == source.step
 
 
-def values_of(found: Beside, trainer: Trainer, opened: Source) -> dict[str, object]:
+def of_alone(options: ConvertOptions, source: Subject) -> ConvertOptions:
+    """The options for a lone checkpoint, whose iteration becomes the number that everybody else says where it leaves Megatron's formats.
+
+    Within them it stays as it is: what is only cut anew is still a rollout of its trainer's.
+
+    Args:
+        options: How it is converted.
+        source: The checkpoint.
+    """
+    options = replace(options, read=source.options)
+    found = None if Takes.MEGATRON in wanted_format(options).takes else step_at(source.folder) or run_at(source.folder)
+    if found is None or not found.trainer.ahead:
+        return options
+    return replace(
+        options, write=replace(options.write, run_of=replace(options.write.run_of, shift=found.trainer.ahead))
+    )
+
+
+def numbered(source: Subject, options: ConvertOptions, trainer: Trainer | None) -> tuple[Subject, ConvertOptions, int]:
+    """The source as what it is where it goes, the options with the numbers that it has there, and how many steps are done.
+
+    Args:
+        source: What is converted.
+        options: How.
+        trainer: Whose run it goes into; None for a step of ours, or a lone checkpoint.
+
+    Raises:
+        CheckpointError: See :func:`as_step`.
+    """
+    step = source if trainer is None else as_step(source, trainer, options)
+    run, done = options.write.run_of, step.step or 0
+    run = replace(run, step=0 if step.alone or format_named(options.to).tags else done)
+    if trainer is not None:
+        number = step_into(step, trainer)
+        run = replace(run, shift=shift_into(step, trainer), tag=run.tag.format(step=number))
+        step, done = replace(step, step=number), number + trainer.ahead
+    return step, replace(options, write=replace(options.write, run_of=run)), done
+
+
+def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dict[str, object]:
     """What the trainer asks for among its first model's values, where the source has none of its own.
 
     Args:
         found: What goes along.
         trainer: Whose run it is.
+        step: The number of the step.
         opened: The first model.
     """
     take_position(found, trainer, opened)
-    known = {**known_of(trainer, opened.state.iteration, opened.state.args), DATA: found.data or {}}
-    missing = [key for key in trainer.asks if key not in opened.state.other]
+    known = {**known_of(trainer, step, opened.state.args), DATA: found.data or {}}
+    if trainer.generators:
+        own = opened.state.other.get(RNG)
+        states = own if isinstance(own, Mapping) and trainer.generators.keys() <= own.keys() else new_states(step, 1)[0]
+        known[RANDOM] = {name: states[key] for key, name in trainer.generators.items()}
+    there = opened.state.other
+    others = counted_by(there) is not None and not trainer.asks.keys() <= there.keys()  # one name may be of two things
+    missing = [key for key in trainer.asks if key not in there or others]
     if missing:
+        unsaid = unsaid_of(opened.state.args) if "samples" in map(trainer.asks.get, missing) else ""
         found.report.add(
             Fate.DERIVED,
-            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid_of(opened.state.args)}",
+            f"{', '.join(missing)}: made for {trainer.title}, which asks for them{unsaid}",
         )
     return {key: known[trainer.asks[key]] for key in missing}
 

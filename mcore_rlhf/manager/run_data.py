@@ -248,12 +248,13 @@ def _not_the_runs(opened: Source, row: RunFiles) -> str:
     )
 
 
-def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
+def add_position(found: Beside, trainer: Trainer, step: int, opened: Source) -> None:
     """The loader's state as the trainer's own file, where the source's trainer has it among its first model's values (OpenRLHF).
 
     Args:
         found: Gets it; a file of the source goes before.
         trainer: Whose run it is.
+        step: The number of the step.
         opened: The first model.
     """
     if not trainer.data or trainer.data_file() in (*found.files, *found.texts):
@@ -265,7 +266,7 @@ def add_position(found: Beside, trainer: Trainer, opened: Source) -> None:
         if not position:  # a run of one that has no loader, or had none before
             continue
         steps = [state.other.get(name) for name, what in former.asks.items() if what == STEP]
-        if wrong := _unfit(position, steps, state.iteration):
+        if wrong := _unfit(position, steps, step):
             found.report.add(Fate.LOST, f"{key}: {wrong}; {trainer.title} begins its data anew")
             continue
         try:

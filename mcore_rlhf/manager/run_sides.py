@@ -15,10 +15,14 @@ from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.paths import beneath
+from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.pickling import pickle_tree
+from mcore_rlhf.storage.pt import read_pt
+from mcore_rlhf.storage.stored import Stub, new_stub
 from mcore_rlhf.storage.urls import checkpoint_path
-from mcore_rlhf.trainers.table import Trainer
+from mcore_rlhf.trainers.table import STEP, Trainer
 
+_PROGRESS = "progress"
 _SAMPLES = "consumed_train_samples"
 _LONGEST = 1 << 20
 
@@ -126,8 +130,42 @@ def add_made(found: Beside, trainer: Trainer, run: RunOf) -> None:
         shown = _shown(run, name) if run.shown else b""
         found.texts[name] = shown or json.dumps(trainer.made[name], indent=4).encode()
     if missing:
-        what = f"as {run.shown} has them" if run.shown else f"{trainer.made_says}; --like RUN gives those of one"
+        what = f"as {run.shown} has them" if run.shown else trainer.made_says
         found.report.add(Fate.DERIVED, f"{', '.join(missing)}: {what}")
+
+
+def add_progress(found: Beside, trainer: Trainer, step: int, run: RunOf) -> None:
+    """The file that only a run of the trainer's own shows, with the number of this step.
+
+    Args:
+        found: Gets it.
+        trainer: Whose run it is.
+        step: The steps that are done.
+        run: May name a step that shows it.
+
+    Raises:
+        UsageError: That step does not have it, or it is none.
+        CheckpointError: It is damaged, or has what nobody may write.
+    """
+    name = trainer.progress
+    if not name or name in found.files or not run.shown:
+        return
+    shown = checkpoint_path(run.shown)
+    if not is_there(beneath(shown, name)):
+        raise UsageError(
+            f"--like {run.shown}: has no {name}, without which {trainer.title} stops\nName a step of a run that has one."
+        )
+    file = read_pt(shown, name)
+    tree = file.materialize(file.tree)
+    progress = tree.get(_PROGRESS) if isinstance(tree, dict) else None
+    counted = progress.stub_state if isinstance(progress, Stub) else progress
+    if not isinstance(counted, dict) or type(counted.get(STEP)) is not int:
+        raise UsageError(f"--like {run.shown}: {name}: expected {_PROGRESS} with a {STEP}, found {progress!r:.80}")
+    counted = {**counted, STEP: step}
+    made = new_stub(type(progress).stub_name, counted) if isinstance(progress, Stub) else counted
+    found.texts[name] = saved({**tree, _PROGRESS: made}, name)
+    rest = ", ".join(sorted({*tree, *counted} - {_PROGRESS, STEP}))
+    found.report.add(Fate.DERIVED, f"{name}: step {step}; {rest}: as {run.shown} has them, at its step")
 
 
 def add_beginning(found: Beside, trainer: Trainer) -> None:

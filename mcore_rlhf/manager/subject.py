@@ -24,7 +24,7 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import did_you_mean
-from mcore_rlhf.trainers.known import writer_of
+from mcore_rlhf.trainers.known import OF_TRAINER, writer_of
 from mcore_rlhf.trainers.table import Trainer
 
 from .run import steps
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHOWN = 10
-OF_TRAINER = "trainer"
-"""Whose a step is that was written for another trainer, in what its manifest reports."""
 _OURS = (MANIFEST_NAME, steps.MANIFEST, steps.NOTE)
 """Our own files in another trainer's step."""
 

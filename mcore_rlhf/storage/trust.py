@@ -105,6 +105,7 @@ WRITTEN: dict[str, Form] = {
     "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig": Form.OBJECT,
     **_below("accelerate", "state.PartialState utils.dataclasses.DeepSpeedPlugin", Form.OBJECT),
     **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", Form.OBJECT),
+    "prime_rl.orchestrator.types.Progress": Form.OBJECT,
     "skyrl.train.config.sft_config.TrainOnWhat": Form.MEMBER,
     **_below("trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", Form.OBJECT),
     **_below("trl.trainer", "kto_config.KTOConfig distillation_config.DistillationConfig", Form.OBJECT),
@@ -154,7 +155,7 @@ Sources: megatron-core 0.19.2 and 0.16.1 (``core/safe_globals.py``, which lists 
 arguments; ``optimizer/cpu_offloading/hybrid_optimizer.py``); DeepSpeed 0.19.8 (``runtime/zero``, ``runtime/fp16``, ``checkpoint``);
 Transformer Engine's recipes as megatron-core 0.19.2 lists them; transformers 5.23.0, accelerate 1.15.0, peft 0.21.2,
 omegaconf 2.4.0, TRL 0.23 and 1.16.0 (``trl/trainer``, ``trl/experimental``: the classes of its ``training_args.bin``), LLaMA-Factory
-0.9.5, Axolotl 0.19.0 and ms-swift 4.6.0 (theirs);
+0.9.5, Axolotl 0.19.0 and ms-swift 4.6.0 (theirs); prime-rl 559b447 (``orchestrator/ckpt.py``: a dataclass of four numbers);
 the pickles of every checkpoint in ``tests/goldens``."""
 
 _TENSORS = frozenset(f"torch._utils._rebuild_tensor_{version}" for version in ("v2", "v3"))

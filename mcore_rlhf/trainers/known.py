@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 
-from mcore_rlhf.errors import LayoutMismatch
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch
+from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.publish import MANIFEST_NAME
 
 from . import (
     accelerate,
@@ -28,7 +31,7 @@ from . import (
     transformers,
     verl,
 )
-from .table import Trainer
+from .table import STEP, Trainer
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TUNING, skyrl.TRAINER, verl.TRAINER, areal.TRAINER, areal.WEIGHTS, rlinf.TRAINER,
@@ -36,6 +39,10 @@ TRAINERS: tuple[Trainer, ...] = (
     transformers.TRAINER, open_instruct.TUNING, accelerate.TRAINER, torchtitan.TRAINER, torch_checkpointing.TRAINER, lightning.TRAINER,
     ray_train.TRAINER, slime.TRAINER, megatron.BRIDGE, megatron.LM,
 )  # fmt: skip
+
+
+OF_TRAINER = "trainer"
+"""Whose a step is that was written for another trainer, in what its manifest reports."""
 
 
 def trainer_named(name: str) -> Trainer | None:
@@ -72,6 +79,26 @@ def called_so(name: str) -> Iterator[tuple[Trainer, int]]:
             yield one, step
 
 
+def counted_by(values: Mapping[str, object]) -> tuple[Trainer, int] | None:
+    """The trainer that finds all that it asks for among a model's values, and the step that they are of; None where none does.
+
+    Args:
+        values: What a script saved beside a model.
+    """
+    for one in TRAINERS:
+        said = next((values.get(key) for key, what in one.asks.items() if what == STEP), None)
+        if type(said) is int and 0 <= said < 10**18 and one.asks.keys() <= values.keys():
+            return one, said
+    return None
+
+
+def _said_by_us(step: ReadablePath) -> object:
+    """Whose step a conversion made it, by the manifest in it: one that is its framework's own shows no trainer without files beside it."""
+    with suppress(OSError, CheckpointError):
+        return Manifest.read(step / MANIFEST_NAME).report.get(OF_TRAINER)
+    return None
+
+
 def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
     """Which trainer wrote a step, by its folder's name and what lies in it, and the step's number; None where none is known to.
 
@@ -82,7 +109,11 @@ def writer_of(step: ReadablePath) -> tuple[Trainer, int] | None:
         LayoutMismatch: It has files of two that share nothing.
         Corrupt: Whoever wrote it has the number in a file, which does not say one.
     """
-    found = [(one, number) for one, number in called_so(step.name) if one.wrote(step)]
+    called = [*called_so(step.name)]
+    found = [(one, number) for one, number in called if one.wrote(step)]
+    if unmarked := [(one, number) for one, number in called if one.is_iteration and (one, number) not in found]:
+        said = _said_by_us(step)
+        found = [*((one, number) for one, number in unmarked if one.name == said), *found]
     found = found or [(one, one.numbered(step) or 0) for one in TRAINERS if one.in_place and one.wrote(step)]
     for one, _ in found[1:]:
         first = found[0][0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from .table import Trainer
 
+SECOND_GROUP = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 TRAINER = Trainer(
     name="openrlhf",
     title="OpenRLHF",
@@ -23,7 +24,7 @@ TRAINER = Trainer(
     asks={
         "episode": "zero", "global_step": "step", "total_consumed_prompts": "samples", "data_loader_state_dict": "data",
     },
-    second_group=("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight"),
+    second_group=SECOND_GROUP,
     wants_schedule=True,
     formats=("deepspeed",),
     tag="global_step{step}",

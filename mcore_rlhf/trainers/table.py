@@ -14,6 +14,8 @@ from mcore_rlhf.storage.paths import ReadablePath, lies_in
 
 STEP = "step"
 """The field of a pattern that stands for a step's number."""
+RANDOM = "random"
+"""What it asks for where that is a process's random states: see :attr:`Trainer.asks`."""
 HERE = ""
 """The place of a role whose model is the step's folder itself."""
 ITERATIONS = ("iter_{step:07d}",)
@@ -68,12 +70,16 @@ class Trainer:
         opens_data: Whether it opens that file without a look, and stops where it is not there.
         skips: The file by whose count of steps it passes over as many batches when it resumes; empty where it has no such count, or has
             the loader's own state.
-        asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``.
+        asks: What it asks for among the values of its first role's model, and what each is: ``step``, ``samples``, ``zero`` or ``data``,
+            or ``random``: the states of a process's generators, by what each is called there (``generators``).
+        generators: What each generator's state is called there, by what it is called here.
         counters: Which file says how far the run is; None where its formats' own do.
         numbered: Gives the number of a step in the run's own folder: how many are done; None where the file that says it is not there.
         first: What it calls the step after which one is done; those that are done are what everybody else calls a step.
         made: Files that it wants beside its counters, and what is in one that is made, where nobody has it; JSON.
         made_says: What that makes it do, in words.
+        progress: A file of ``torch.save`` that it stops without and only its own runs show: ``progress``, which counts steps, and whatever
+            else a run goes on by; empty where there is none.
         second_group: Parts of the names of parameters that its optimizer has in a second param group; empty where it has one group, and
             None where a run says, or nobody.
         wants_schedule: Whether it takes a scheduler's state from every file with an optimizer, and stops where there is none.
@@ -111,11 +117,13 @@ class Trainer:
     opens_data: bool = False
     skips: str = ""
     asks: Mapping[str, str] = field(default_factory=dict)
+    generators: Mapping[str, str] = field(default_factory=dict)
     counters: Counters | None = None
     numbered: Callable[[ReadablePath], int | None] = lambda root: None
     first: int = 1
     made: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     made_says: str = ""
+    progress: str = ""
     second_group: tuple[str, ...] | None = None
     wants_schedule: bool = False
     strategy: str = ""
@@ -140,8 +148,8 @@ class Trainer:
 
     @property
     def is_iteration(self) -> bool:
-        """Whether a step's folder is one of Megatron's own: an iteration beside others, and not a folder that holds one."""
-        return self.steps[:1] == ITERATIONS
+        """Whether a step's folder is its framework's own, beside others: Megatron's iteration, DeepSpeed's tag; none that holds one."""
+        return not self.by_role and self.steps[:1] in (ITERATIONS, (self.tag,))
 
     @property
     def unfolded(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
-from mcore_rlhf.families.megatron.folders import iteration_meant
+from mcore_rlhf.families.megatron.folders import folder_meant
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
 from mcore_rlhf.formats.registry import is_model, open_checkpoint
@@ -147,7 +147,7 @@ def _verified(
 
 def _listing(path: ReadablePath, step: int | None) -> ReadablePath | None:
     """The folder whose manifest lists the files of what a path means: its own, or that of its iteration; None where there is none."""
-    places = (one for one in (path, iteration_meant(path, step)) if one is not None)
+    places = (one for one in (path, folder_meant(path, step)) if one is not None)
     return next((one for one in places if (one / MANIFEST_NAME).is_file()), None)
 
 

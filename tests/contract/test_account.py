@@ -36,7 +36,7 @@ OF_RUNS = {
     "nemo_rl/v2_ws2": "step_3/policy", "trainers/nm_v1": "step_3/policy", "trainers/or_z2": "_actor",
     "trainers/rl_fsdp2": "grpo/checkpoints/global_step_3/actor", "trainers/skyrl_fsdp2": "global_step_3/policy",
     "trainers/swift": "checkpoint-4", "trainers/roll": "checkpoint-3",
-    "areal/trial": "default/recover_checkpoint",
+    "areal/trial": "default/recover_checkpoint", "trainers/prime": "checkpoints/step_3/trainer",
 }  # fmt: skip
 """A model of each run of a trainer's."""
 SOURCES = sorted(

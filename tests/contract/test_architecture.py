@@ -401,8 +401,8 @@ _OTHER_THINGS = {
     **{f"trainers/loaders/{name}.py": "what the trainer is called" for name in ("deepspeed", "megatron")},
     **dict.fromkeys(
         map("trainers/{}.py".format, (
-            "accelerate", "areal", "megatron", "ms_swift", "nemo_rl", "openrlhf", "rlinf", "roll", "skyrl", "slime", "torchtitan",
-            "transformers", "verl",
+            "accelerate", "areal", "megatron", "ms_swift", "nemo_rl", "open_instruct", "openrlhf", "prime_rl", "rlinf", "roll", "skyrl",
+            "slime", "torchtitan", "transformers", "verl",
         )),
         "what the trainer is given",
     ),

@@ -76,6 +76,8 @@ RUNS = {
     "accelerate": Run("transformers/step_2", "accelerate", "step_2", "step_2"),
     "accelerate-ds": Run("trainers/ac_ds2", "accelerate", "step_3", others=("accelerate", "transformers")),
     "torchtitan": Run("torchtitan/checkpoint", "torchtitan", "step-3", others=("torchtitan", "accelerate")),
+    "prime-rl": Run("trainers/prime", "prime-rl", "checkpoints/step_3", others=("prime-rl", "verl", "open-instruct")),
+    "open-instruct": Run("trainers/open_instruct", "open-instruct", None, others=("open-instruct", "openrlhf")),
     "roll": Run("trainers/roll", "roll", "checkpoint-3", others=("roll", "verl", "transformers")),
     "ms-swift": Run("trainers/swift", "ms-swift", "checkpoint-4", config=_SWIFT_CONFIG, others=("ms-swift", "verl", "openrlhf")),
 }  # fmt: skip

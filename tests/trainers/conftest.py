@@ -29,8 +29,9 @@ _OF_FILES = {
     "test_will_resume_verl_megatron": "verl on Megatron, as will-resume says",
     "test_ms_swift": "ms-swift on Megatron", "test_roll": "ROLL on Megatron",
     "test_areal": "AReaL", "test_nemo_v2": "NeMo-RL on DTensor v2",
+    "test_prime": "prime-rl",
     "test_torch_checkpointing": "torch_checkpointing (DCP v2)",
-    "test_each_other": "verl, OpenRLHF, RLinf and NeMo-RL, from each other",
+    "test_each_other": "verl, OpenRLHF, RLinf, NeMo-RL and open-instruct, from each other",
 }  # fmt: skip
 _MAY_SKIP = ("repository",)
 """Words in a reason for which a test may be skipped where packages are given."""

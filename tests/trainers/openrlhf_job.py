@@ -43,7 +43,7 @@ class Run:
         from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
         world = dist.get_world_size()
-        _told_by_a_launcher()
+        told_by_a_launcher()
         deepspeed.init_distributed("gloo")
         self.strategy = strategy = DeepspeedStrategy(
             max_norm=0.0, micro_train_batch_size=BATCH // world, train_batch_size=BATCH, zero_stage=orders.get("stage", 2),
@@ -75,7 +75,7 @@ class Run:
         assert asked <= states.keys(), states.keys()
 
 
-def _told_by_a_launcher() -> None:
+def told_by_a_launcher() -> None:
     """What DeepSpeed looks for, even where the processes have found each other: without it, it asks MPI."""
     rank = str(dist.get_rank())
     os.environ |= {

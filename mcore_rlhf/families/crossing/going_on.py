@@ -15,7 +15,7 @@ from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
 from mcore_rlhf.errors import Lossy, Problems, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import STEP, completed
-from mcore_rlhf.families.fsdp.state import EPOCH, PARTS, RNG, VERSION
+from mcore_rlhf.families.fsdp.state import COUNTED, EPOCH, PARTS, RNG, VERSION, counted_at
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.source import BASE_LRS, LAMBDAS, LAST_LRS, ParamGroup, Source, scheduled_groups
@@ -26,7 +26,6 @@ from .torchtitan import of_torchtitan, with_other_names
 
 _OF_STEP = ("lr", STEP)
 """What of a param group is of the step that was reached; all else is the run's."""
-_TRAIN_STATE = "train_state"
 _HAS = "as the run that goes on has it"
 
 _OF_RUN: Rule[str] = Rule(
@@ -265,13 +264,14 @@ def schedule_at(state: Mapping[str, object], at: int, rates: list[object]) -> di
 
 def _other(source: Source, like: Source, notes: Report) -> dict[str, object]:
     """Counters, data and all else that the run keeps."""
-    own, said = dict(source.state.other), dict[str, str]()
+    own, said = counted_at(source.state.other, source.state.iteration), dict[str, str]()
+    said |= {key: f"step {source.state.iteration}" for key in COUNTED if own.get(key) != source.state.other.get(key)}
     for key, value in like.state.other.items():
         if key == VERSION:
             own[key] = value
         elif key not in own and key != RNG:
             how = f"as in {like.root}, at its step: the source does not say it"
-            if key == _TRAIN_STATE and isinstance(value, Mapping):
+            if key in COUNTED and isinstance(value, Mapping):
                 rest = ", ".join(sorted(name for name in value if name != "step"))
                 value = {**value, "step": source.state.iteration}
                 how = f"step {source.state.iteration}; {rest or 'nothing else'} as in {like.root}"

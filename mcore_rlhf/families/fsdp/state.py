@@ -24,6 +24,8 @@ PARTS = "_schedulers"
 """Of a schedule that is made of several, one after the other: what a ``LambdaLR``, which other trainers have, could not take."""
 MOST_STEPS = 10**15
 """No run comes so far; a folder's name has a place for more."""
+COUNTED = ("train_state", "progress")
+"""What torchtitan and prime-rl count in."""
 _COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
 """Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
 
@@ -175,3 +177,18 @@ def of_iteration(iteration: int) -> dict[str, object]:
     from hashlib import sha256  # what only looks does not need it
 
     return random_states(sha256(f"mcore_rlhf rng {iteration}".encode()).digest())
+
+
+def counted_at(values: Mapping[str, object], step: int) -> dict[str, object]:
+    """What a run keeps, with its own counters at a step: they may have been carried through another's run, which went on.
+
+    Args:
+        values: Counters, data and all else.
+        step: The steps that are done.
+    """
+    counters = {
+        key: value
+        for key in COUNTED
+        if isinstance(value := values.get(key), Mapping) and type(value.get("step")) is int
+    }
+    return {**values, **{key: {**value, "step": step} for key, value in counters.items()}}

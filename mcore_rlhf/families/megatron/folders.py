@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
-from mcore_rlhf.errors import LayoutMismatch, NotACheckpoint, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, LayoutMismatch, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.tensor import Shard
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.paths import ReadablePath, beneath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -178,6 +179,23 @@ def iteration_meant(root: ReadablePath, step: int | None) -> ReadablePath | None
     wanted = _tracked(root) if step is None else (step,)
     found = iteration_folders(root) if wanted else {}
     return next((found[one] for one in wanted if one in found), None)
+
+
+def folder_meant(root: ReadablePath, step: int | None) -> ReadablePath | None:
+    """The iteration that a root means, or DeepSpeed's tag; None where it means none.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py`` (``save_checkpoint``: ``global_stepN`` where nobody names the tag, and ``latest``).
+
+    Args:
+        root: Any folder.
+        step: Which is wanted; None for what the tracker names.
+    """
+    found = iteration_meant(root, step)
+    with suppress(OSError, ValueError, CheckpointError):
+        tag = reading.read_line(root / "latest").strip() if step is None else f"global_step{step}"
+        folder = beneath(root, tag, "tag", parts=1)
+        return found or (folder if folder.is_dir() else None)
+    return found
 
 
 def iteration_folders(root: ReadablePath) -> dict[int | None, ReadablePath]:

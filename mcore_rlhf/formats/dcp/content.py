@@ -23,6 +23,7 @@ from mcore_rlhf.families.fsdp.state import (
     RNG,
     SCHEDULERS,
     VERSION,
+    counted_at,
     of_iteration,
     placed,
     scheduler_state,
@@ -90,7 +91,9 @@ def _former_layout(source: Source) -> KeyLayout | None:
 
 def _as_before(source: Source, choices: Choices) -> dict[str, object]:
     """What the run kept beside model and optimizer, without what its stay in another format has added."""
-    rest = {key: value for key, value in source.state.other.items() if key not in _ADDED}
+    rest = {
+        key: value for key, value in counted_at(source.state.other, source.state.iteration).items() if key not in _ADDED
+    }
     if choices.optimizer and source.state.scheduler is not None:
         laid_out = ModuleState.needed(source, "dcp").laid_out
         groups = laid_out.get("groups")

@@ -134,11 +134,13 @@ NEMO_V1 = KeyLayout(("model",), ("optim", "optim"))
 NEMO_V2 = KeyLayout((), ("optim",), Style.FLAT)
 KEYS_OF: Mapping[str, tuple[KeyLayout, ...]] = {
     "nemo-rl": (NEMO_V1, NEMO_V2), "torchtitan": (KeyLayout((), ("optimizer",), Style.FLAT),),
+    "prime-rl": (KeyLayout(("app", "model"), ("app", "optimizers")),),
 }  # fmt: skip
 """Trainers that ask for keys of their own when they load, and which.
 
 Sources: NeMo-RL 7ea279a, ``nemo_rl/utils/native_checkpoint.py`` (``ModelState``, ``OptimizerState``); nemo_automodel 0.4.0,
-``components/checkpoint/stateful_wrappers.py`` (the same), with which its DTensor v2 saves; torchtitan 0.2.2, ``components/checkpoint.py``.
+``components/checkpoint/stateful_wrappers.py`` (the same), with which its DTensor v2 saves; torchtitan 0.2.2, ``components/checkpoint.py``;
+prime-rl 559b447, ``src/prime_rl/trainer/ckpt.py`` (``AppState``).
 """
 RLINF = KeyLayout(("fsdp_checkpoint", "model"), ("fsdp_checkpoint", "optimizers"))
 """What a new folder has unless its source was one itself."""

@@ -25,9 +25,11 @@ ROWS = (
     *rows_of(
         "open-instruct e6c3044, open_instruct/grpo_fast.py:",
         Habit((Thing.COUNTERS,), _REFUSED, "{file} has no {key}: a KeyError", "415 (from_pretrained)",
-            without(deepspeed.MODEL, "training_step", "rng_states", "episode"), True),
+            without(deepspeed.MODEL, "training_step", "rng_states"), True),
         Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", "417 (from_pretrained)",
             without(deepspeed.MODEL, "rng_states"), True),
+        Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: a KeyError", "418 (from_pretrained)",
+            without(deepspeed.MODEL, *TRAINER.generators.values(), inside="rng_states/"), True),
         Habit((Thing.RNG,), _ANEW, "rng_states of {dp} ranks: below stage 3 one file has rank 0's, which all take; nothing is said",
             "417 (from_pretrained)", lambda seen: _shared(seen) and {"dp": seen.held.dp}),
         Habit((Thing.RNG,), _RESTORED, "rng_states, in the client state", "417 (from_pretrained)", ran=True),

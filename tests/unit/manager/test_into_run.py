@@ -418,9 +418,9 @@ def test_a_schedule_of_several_waits_beside_the_one_that_verl_is_given(tmp_path:
 
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(
-        Unsupported, match=r"--to open-instruct: runs of open-instruct are read, and not written as a whole"
+        Unsupported, match=r"--to roll-fsdp2: runs of ROLL on FSDP2 are read, and not written as a whole"
     ):
-        resolved(ConvertOptions(to="open-instruct"))
+        resolved(ConvertOptions(to="roll-fsdp2"))
     options = resolved(ConvertOptions(to="rlinf"))
     assert (options.to, options.trainer) == ("dcp", "rlinf")
     options = resolved(ConvertOptions(to="rlinf", write=WriteOptions(tp=2)))
