@@ -49,7 +49,7 @@ class Manner:
 
     Args:
         version: FSDP's: 1 keeps the optimizer's states in flat pieces, 2 cuts them as it does the parameters.
-        original: Whether FSDP1 does so parameter by parameter (``use_orig_params``); such pieces are read, and not written.
+        original: Whether FSDP1 does so parameter by parameter (``use_orig_params``).
         device: On what the run computes.
         axis: What its mesh calls the axis along which it cuts.
         release: Of torch, as far as files differ by it.
@@ -116,7 +116,8 @@ class Manner:
         mesh = f"mesh {self.axis!r}" if self.axis else "mesh without names"
         if self.copies is not None:
             mesh += f" of {self.copies.width} ranks in each of {len(self.copies.groups) // self.copies.width} copies"
-        return f"{whose}FSDP{self.version}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
+        how = f"FSDP{self.version}{' with use_orig_params' * self.original}"
+        return f"{whose}{how}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
 
 
 def manner_of(files: list[RankFile]) -> Manner:
