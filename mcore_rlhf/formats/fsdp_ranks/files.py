@@ -11,7 +11,7 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-CONFIG = "fsdp_config.json"
+CONFIG, VERSION, WORLD = "fsdp_config.json", "FSDP_version", "world_size"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,18})_rank_(\d{1,18})\.pt")
 
 
@@ -38,13 +38,19 @@ def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
     return files
 
 
+def said_of_run(root: ReadablePath) -> Mapping[str, object]:
+    """What ``fsdp_config.json`` says; nothing where it cannot be read."""
+    try:
+        said = reading.read_json(root / CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, Mapping) else {}
+
+
 def _world(root: ReadablePath) -> int:
     """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
     worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
-    try:
-        said = reading.read_json(root / CONFIG).get("world_size")
-    except (OSError, ValueError, AttributeError):
-        said = None
+    said = said_of_run(root).get(WORLD)
     worlds = {said} if isinstance(said, int) and said in worlds else worlds
     if not worlds:
         raise NotACheckpoint(f"{root}: holds no rank files ({file_of(MODEL, 2, 0)}, …)")

@@ -43,9 +43,9 @@ from mcore_rlhf.storage.dcp.sharded import dtensor
 
 from . import rank_items
 from .adapter import is_alone, texts_of
-from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
+from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, VERSION, WORLD, file_of
 from .groups import as_run_has, scheduler_of
-from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, dealt_to, like
+from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, Manner, dealt_to, like
 from .pieces import flattened, own_piece, units_aligned
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
@@ -199,7 +199,7 @@ class _Ranks:
         if manner.items is None:
             texts |= texts_of(self.source)
             said = {STRATEGY: manner.strategy} if manner.strategy else {VERSION: manner.version}
-            texts[CONFIG] = json.dumps({**said, "world_size": self.world}, indent=4)
+            texts[CONFIG] = json.dumps({**said, WORLD: self.world}, indent=4)
         else:
             texts[rank_items.METADATA] = rank_items.metadata_of(
                 self._described(), manner.device, self.world, manner.axis
