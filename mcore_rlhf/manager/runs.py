@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.fsdp_ranks.files import lone_optimizer
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
@@ -427,6 +428,12 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
     if found is None:
         return []
     trainer, said = found.trainer, []
+    for role, place in found.models().items():
+        if place.parent != folder and (lone := lone_optimizer(place.parent)):
+            at = place.relative_to(folder)
+            said.append(
+                f"{role} is the weights of {at} alone: {lone} is of an optimizer whose model's files are not there"
+            )
     for file, ranks, what in (
         (trainer.data, dp if trainer.of_each_rank else 1, "begins its data anew"),
         (trainer.random, world, "goes on with other random states"),

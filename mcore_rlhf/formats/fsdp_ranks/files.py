@@ -20,6 +20,16 @@ def is_rank_files(folder: ReadablePath) -> bool:
     return folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt"))
 
 
+def lone_optimizer(folder: ReadablePath) -> str:
+    """A file of the optimizer of some rank, where the model's lie nowhere beside it; empty where there is none.
+
+    verl's ``save_contents`` may have ``optimizer`` and no ``model``; its loader stops at such a step.
+    """
+    if is_rank_files(folder) or not folder.is_dir():
+        return ""
+    return next((path.name for path in sorted(folder.glob(f"{OPTIMIZER}_world_size_*_rank_*.pt"))), "")
+
+
 def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
     """The files of each kind, by rank; those of the optimizer may all be left out, and those of the RNG states: a run saves a kind of
     every rank or of none, and goes on from nothing less.
