@@ -168,6 +168,7 @@ def _facts(path: ReadablePath, found: Forecast, version: str, config: Path | Non
         "resumes": found.resumes,
         "stops": found.stops,
         "doubtful": list(found.doubtful),
+        "contradicts": list(found.contradicts),
         "roles": {
             role: [
                 {
@@ -196,6 +197,8 @@ def _print(path: ReadablePath, found: Forecast, notes: list[str]) -> None:
         for source, things in _sources(prospects).items():
             say(f"  {', '.join(things)}: {source}")
     say("")
+    for text in found.contradicts:
+        say(f"contradicts: {text}")
     for note in notes:
         say(f"note: {note}")
     say(_last(found))
@@ -217,4 +220,6 @@ def _last(found: Forecast) -> str:
         return "it does not resume: the loader stops"
     if found.doubtful:
         return "it may not resume: no reader here can open the model"
+    if found.contradicts:
+        return "it resumes, by one of two places that say different things"
     return "everything resumes" if found.resumes else "it resumes, and something is lost"

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
-from mcore_rlhf.formats.registry import is_model
+from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.fsdp_ranks.files import lone_optimizer
+from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
@@ -90,15 +92,34 @@ class TrainerStep:
                 f"{self.folder}: step {self.step} has no model in {', '.join(self.absent)}\n"
                 "Name a step that all roles have with --step N, or one role's folder alone."
             )
-        counters = self.trainer.counters
-        if counters is None:
+        if found := self.contradictions():
+            raise LayoutMismatch(f"{found[0]}\nOne of them is another step's: training would go on at the wrong one.")
+
+    def contradictions(self) -> list[str]:
+        """What the step's files say of its number besides the folder's name, and say otherwise."""
+        found, counters = list[str](), self.trainer.counters
+        if counters is not None:
+            said = _said_in(self.folder, counters)
+            number = said.get(counters.step)
+            if type(number) is int and self.trainer.done(number) != self.step:
+                found.append(
+                    f"{self.folder / counters.file}: {counters.step} is {number}, and the folder is {self.folder.name}"
+                )
+            found += counters.contradictions(said, self.folder / counters.file)
+        return [*found, *self._asked()]
+
+    def _asked(self) -> Iterator[str]:
+        """Of a run by role, the number that it takes of its first role's values, where that is another step's."""
+        role = next(iter(self.trainer.roles))
+        keys = [key for key, what in self.trainer.asks.items() if what == STEP] if self.trainer.by_role else []
+        place = self.places.get(role) if keys else None
+        if place is None:
             return
-        said = _said_in(self.folder, counters)
-        if type(said) is int and self.trainer.done(said) != self.step:
-            raise LayoutMismatch(
-                f"{self.folder / counters.file}: {counters.step} is {said}, and the folder is {self.folder.name}\n"
-                "One of them is another step's: training would go on at the wrong one."
-            )
+        with suppress(CheckpointError):  # who opens it says what is wrong
+            values = open_without_manifest(place, ReadOptions(role=role, optimizer=False, values=False)).state.other
+            for key in keys:
+                if type(said := values.get(key)) is int and self.trainer.done(said) != self.step:
+                    yield f"{place}: its client state has {key} {said}, and the folder is {place.name}"
 
     def described(self) -> Step:
         """As it stands in the list of a root's steps."""
@@ -121,14 +142,16 @@ class TrainerStep:
         )
 
 
-def _said_in(folder: ReadablePath, counters: Counters) -> object:
-    """What counters give as the step; None where they cannot be read: who opens them, or checks them, says what is wrong."""
-    with suppress(OSError, ValueError, AttributeError, CheckpointError):
-        if not counters.file.endswith(".pt"):
-            return reading.read_json(folder / counters.file).get(counters.step)
-        pt = read_pt(folder, counters.file)
-        return pt.materialize(pt.tree).get(counters.step)
-    return None
+def _said_in(folder: ReadablePath, counters: Counters) -> Mapping[str, object]:
+    """What counters say; nothing where they cannot be read: who opens them, or checks them, says what is wrong."""
+    with suppress(OSError, ValueError, CheckpointError):
+        if counters.file.endswith(".pt"):
+            pt = read_pt(folder, counters.file)
+            said = pt.materialize(pt.tree)
+        else:
+            said = reading.read_json(folder / counters.file)
+        return said if isinstance(said, Mapping) else {}
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +203,10 @@ class TrainerRun:
 
     def misled(self) -> list[Problem]:
         """Trackers that are there, and name no step of the run: its trainer stops at one, or begins anew."""
-        if not self.trainer.tracker or self.trainer.counted:
+        if not self.trainer.tracker:
             return []
+        if self.trainer.counted and is_there(counts := self.root / self.trainer.counted):
+            return self._miscounted(counts)
         folders = (
             [self.root / places[0] for places in self.trainer.roles.values()] if self.trainer.by_role else [self.root]
         )
@@ -192,6 +217,14 @@ class TrainerRun:
             for tracker, named in ((one, self._tracked_in(one.parent)) for one in trackers)
             if named not in there and is_there(tracker)
         ]
+
+    def _miscounted(self, counts: ReadablePath) -> list[Problem]:
+        """That the counters, by which it goes before its tracker, name no step of the run."""
+        there = [*self.found, *(step for step, _ in self.aside)]
+        with suppress(OSError, CheckpointError):  # what cannot be read, whoever looks for the step meant says
+            named = counted_step(self.root, self.trainer.counted)
+            return [] if named in there else [tracker_problem(counts, self.trainer.title, there)]
+        return []
 
     def _tracked_in(self, folder: ReadablePath) -> int | None:
         with suppress(OSError, ValueError, CheckpointError):
@@ -395,6 +428,12 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
     if found is None:
         return []
     trainer, said = found.trainer, []
+    for role, place in found.models().items():
+        if place.parent != folder and (lone := lone_optimizer(place.parent)):
+            at = place.relative_to(folder)
+            said.append(
+                f"{role} is the weights of {at} alone: {lone} is of an optimizer whose model's files are not there"
+            )
     for file, ranks, what in (
         (trainer.data, dp if trainer.of_each_rank else 1, "begins its data anew"),
         (trainer.random, world, "goes on with other random states"),

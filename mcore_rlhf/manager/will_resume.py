@@ -31,6 +31,7 @@ from mcore_rlhf.storage.dcp.rankfile import read_rank_file
 from mcore_rlhf.storage.manifest import STEP_MANIFEST
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_below
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
+from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
@@ -39,6 +40,7 @@ from mcore_rlhf.trainers.loaders import deepspeed
 from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
+from mcore_rlhf.trainers.torchdata import astray
 from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
@@ -104,6 +106,7 @@ class Forecast:
         roles: Role → what becomes of each thing.
         notes: What limits that.
         doubtful: Roles of which nothing seems lost, and whose model no reader here can open: whether its own loader can, nobody knows.
+        contradicts: What two places of the step say otherwise, of which the loader takes one.
     """
 
     loader: Loader
@@ -111,12 +114,13 @@ class Forecast:
     roles: dict[str, list[Prospect]]
     notes: tuple[str, ...] = ()
     doubtful: tuple[str, ...] = ()
+    contradicts: tuple[str, ...] = ()
 
     @property
     def resumes(self) -> bool:
-        """Whether everything goes on, as far as can be told."""
+        """Whether everything goes on, as far as can be told, and as one thing says it."""
         losses = (one.row.outcome.is_loss for prospects in self.roles.values() for one in prospects)
-        return self.taken.folder is not None and not self.doubtful and not any(losses)
+        return self.taken.folder is not None and not (self.doubtful or self.contradicts or any(losses))
 
     @property
     def stops(self) -> bool:
@@ -143,18 +147,33 @@ def forecast(path: ReadablePath, loader: Loader, settings: Settings, world: int 
     path = _root_in(path, loader.trainer)
     taken = take(path, loader, settings)
     roles: dict[str, list[Prospect]] = {}
-    notes, doubtful = list[str](), list[str]()
+    notes, doubtful, contradicts = list[str](), list[str](), _otherwise(path, taken, loader.trainer.data_file())
     for number, (role, place) in enumerate(taken.places.items()):
         seen = _seen(loader.trainer, role, place, taken.folder or path, settings, world)
         found = loader.prospects(seen)
         roles[role] = [one for one in found if number == 0 or one.thing not in loader.once]
+        contradicts += [f"{role}: {text}" if role else text for text in seen.held.contradicts]
         if unknown := seen.held.problem or seen.held.unread:
             notes.append(
                 f"{role or 'the model'} cannot be opened{'' if seen.held.problem else ' with its optimizer'}: {unknown}"
             )
             is_said = seen.held.unportable or loader.knows(seen) or any(one.row.outcome.is_loss for one in roles[role])
             doubtful += [] if is_said else [role]
-    return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful))
+    return Forecast(loader, taken, roles, tuple(notes), tuple(doubtful), tuple(contradicts))
+
+
+def _otherwise(path: ReadablePath, taken: Taken, data: str) -> list[str]:
+    """What the files of the step that is taken say of its number, and its folder's name does not; and two places in the data."""
+    if taken.folder is None:
+        return []
+    found, run = step_at(taken.folder), run_at(path)
+    steps = [found] if found is not None else [*run.found.values()] if run is not None and run.trainer.by_role else []
+    meant = (one for one in steps if found is not None or {*taken.places.values()} & {*one.places.values()})
+    said = [text for one in meant for text in one.contradictions()]
+    with suppress(CheckpointError, OSError):  # what cannot be read, a row says
+        if data and is_there(taken.folder / data) and (wrong := astray(read_pt(taken.folder, data).tree)):
+            said.append(f"{data}: {wrong}")
+    return [text.replace(f"{taken.folder}/", "") for text in said]
 
 
 def forecast_for_its_writer(path: ReadablePath) -> Forecast | None:
@@ -466,5 +485,6 @@ def held_by(folder: ReadablePath) -> Held:
         values=frozenset(map(str, state.other)),
         counted=at if type(at := (state.scheduler or {}).get("num_steps")) is int else 0,
         sharding=(megatron.sharding if megatron is not None else None) or "",
+        contradicts=tuple(text.replace(f"{folder}/", "") for text in source.notes.contradictions),
         headed=source.model.get(OF_WRAPPER[0]) is not None,
     )

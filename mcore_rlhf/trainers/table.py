@@ -25,6 +25,9 @@ Resumed = Literal["tracker", "highest", "named"]
 """What a trainer goes on from by itself: what its tracker names, the step of the highest number, or only one that it is told."""
 
 
+_OF_EPOCHS = ("epoch", "of_epoch", "per_epoch", "number")
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
     """The file in a step that says how far the run is.
@@ -39,6 +42,27 @@ class Counters:
     file: str
     step: str
     fields: Mapping[str, str] = field(default_factory=dict)
+
+    def contradictions(self, said: Mapping[str, object], file: ReadablePath) -> list[str]:
+        """Where the epoch, and how far in it the run is, are another step than the file's.
+
+        Args:
+            said: What the file says.
+            file: For the sentence.
+        """
+        by_kind = {kind: said.get(name) for name, kind in self.fields.items()}
+        found = [value for kind in _OF_EPOCHS if type(value := by_kind.get(kind)) is int]
+        if len(found) < len(_OF_EPOCHS):
+            return []
+        epoch, within, of, number = found
+        whole = epoch * of + within
+        return (
+            []
+            if whole == number
+            else [
+                f"{file}: step {within} of epoch {epoch}, of {of} steps each, is {whole}, and {self.step} is {number}"
+            ]
+        )
 
 
 @dataclass(frozen=True)

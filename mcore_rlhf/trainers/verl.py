@@ -7,6 +7,7 @@ Source: verl b178a3c, ``verl/trainer/ppo/ray_trainer.py`` (``_save_checkpoint``,
 (``use_dist_checkpointing``: without it the weights are those of ``model/huggingface``). ``fully_reshardable`` its loader cannot load beside
 weights in ``torch_dist``: see ``loaders/verl_megatron.py``. 0.9.1, ``verl/workers/engine/{automodel,torchtitan}/transformer_impl.py``
 (``save_checkpoint``): ``actor/{model,optim}``; ``step-N`` beside ``data.pt``, of whichever role saved last.
+``utils/checkpoint/checkpoint_manager.py`` (``should_save_hf_model``): ``save_contents`` may have ``hf_model`` and no ``model``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TRAINER = Trainer(
         "data.pt", "*/fsdp_config.json", "*/model_world_size_*_rank_*.pt", "*/dist_ckpt", "*/ckpt_contents.json", "*/model/dist_ckpt",
         "*/model/huggingface", "*/optimizer/dist_ckpt", "*/optim/.metadata", "step-*/.metadata",
     ),
-    roles={"actor": ("actor",), "critic": ("critic",)},
+    roles={role: (role, f"{role}/huggingface") for role in ("actor", "critic")},
     tracker="latest_checkpointed_iteration.txt",
     data="data.pt",
     formats=("fsdp-ranks", "megatron-dist"),

@@ -117,6 +117,28 @@ def test_verl_goes_on_where_its_optimizer_was_given_frozen_weights(lab: Lab, str
     assert losses(seen[:2]) == losses(seen[2:]) == losses(wanted)
 
 
+@pytest.mark.parametrize(
+    ("release", "world", "more"),
+    [
+        ("0.9.1", 2, {}),
+        ("0.7.0", 2, {"frozen": ["embed_tokens", "layers.0."]}),
+        pytest.param("0.9.1", 3, {"tied": True, "model": "llama"}, marks=pytest.mark.slow),
+    ],
+)
+def test_verl_goes_on_with_original_parameters(lab: Lab, release: str, world: int, more: dict[str, Any]) -> None:
+    """FSDP1 with ``use_orig_params``: pieces end inside parameters, and a rank without anything of one has no state of it."""
+    how = {"strategy": "fsdp", "original": True, **more}
+    run, wanted = lab.trained(release, world=world, **how)
+    name = f"original-{release}-{world}"
+    there = lab.made(run, f"{name}-megatron", "megatron", tp=2, dp=1)
+    folders = [lab.made(run, f"{name}-same"), lab.made(there, f"{name}-back", dp=world, like=str(run))]
+    do = [order for folder in folders for order in (("load", folder), ("train", 2))]
+    assert losses(lab.carry_out(release, world, do, seed=7, **how)) == losses(wanted) * 2
+    other = lab.made(run, f"{name}-other", dp=5 - world)
+    seen = lab.carry_out(release, 5 - world, [("load", other), ("train", 2)], seed=7, **how)
+    assert losses(seen) == pytest.approx(losses(wanted), abs=2e-6)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("lora", ["whole", "alone"])
 def test_verl_goes_on_with_a_lora(lab: Lab, strategy: str, lora: str) -> None:

@@ -65,6 +65,15 @@ class Unit:
         """Elements of a rank's piece, padding included."""
         return -(-self.numel // world)
 
+    def span(self, name: str, world: int, rank: int) -> tuple[int, int]:
+        """Which elements of a parameter lie in a rank's piece: the first, and the one behind the last; none where they are the same.
+
+        Args:
+            name, world, rank: See :meth:`chunks`.
+        """
+        low, numel = rank * self.piece(world) - self._firsts[name], prod(self.shapes[name])
+        return min(max(low, 0), numel), max(min(low + self.piece(world), numel), 0)
+
     def chunks(self, name: str, world: int, rank: int, record: Record, start: int = 0) -> Iterator[Chunk]:
         """What of a parameter lies in a rank's piece, and where.
 
@@ -76,7 +85,7 @@ class Unit:
             start: Its first element in the record.
         """
         shape, low = self.shapes[name], rank * self.piece(world) - self._firsts[name]
-        first, stop = max(low, 0), min(low + self.piece(world), prod(shape))
+        first, stop = self.span(name, world, rank)
         strides = row_major(shape)
         for part in flat_boxes(shape, first, stop):
             yield Chunk(part, record, start + dot(part.offset, strides) - low, strides)

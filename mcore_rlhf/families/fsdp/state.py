@@ -28,6 +28,14 @@ COUNTED = ("train_state", "progress")
 """What torchtitan and prime-rl count in."""
 _COUNTERS = (("train_state", "step"), ("train_state", "global_step"), ("global_step",), ("step",), ("iteration",))
 """Where runs keep their step; the first is torchtitan's (``torchtitan/train.py``, ``state_dict``)."""
+_OF_FOLDER = (_COUNTERS[0], ("progress", "step"))
+"""Those that are the number in the folder's name: torchtitan's, and prime-rl's (559b447, ``src/prime_rl/trainer/ckpt.py``, ``save``)."""
+_OTHERWISE: Rule[list[dict[str, object]]] = Rule(
+    Fate.NOTE,
+    "{key} is {said}, and {where} says step {named}: the trainer goes on at the first",
+    list,
+    contradicts=True,
+)
 
 
 def scheduler_of(rest: Mapping[str, object]) -> tuple[dict[str, object] | None, dict[str, object]]:
@@ -95,6 +103,9 @@ def iteration_of(
         notes: Told where it comes from.
         where: Who names the step.
     """
+    apart = [(".".join(path), said) for path in _OF_FOLDER if (said := _number(_at(rest, path))) not in (None, named)]
+    if named is not None:
+        notes.through([_OTHERWISE], [{"key": key, "said": said, "where": where, "named": named} for key, said in apart])
     unsaid = "since the folder does not say it"
     told = (
         (Fate.NOTE, f"from {where}", named),

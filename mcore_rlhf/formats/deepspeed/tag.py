@@ -423,7 +423,17 @@ def _check_equal(opened: OpenedTag, first: PtFile, top: Mapping[str, Any]) -> No
                 problems.add(LayoutMismatch, text, _MIXED)
     for pt in opened.optim.values():
         _check_partition_count(opened, pt, problems)
+    stages = {pt.directory.path: stage_number(_optimizer_in(pt).get("zero_stage", 1)) for pt in opened.optim.values()}
+    for path, stage in stages.items():
+        if stage != (of_first := next(iter(stages.values()))):
+            text = f"{path}: is of ZeRO stage {stage}, but {next(iter(stages))} of {of_first}"
+            problems.add(LayoutMismatch, text, _MIXED)
     problems.raise_if_any()
+
+
+def _optimizer_in(pt: PtFile) -> Mapping[str, Any]:
+    state = pt.tree.get("optimizer_state_dict") if isinstance(pt.tree, Mapping) else None
+    return state if isinstance(state, Mapping) else {}
 
 
 def _check_partition_count(opened: OpenedTag, pt: PtFile, problems: Problems) -> None:

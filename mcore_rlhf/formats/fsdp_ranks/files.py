@@ -11,13 +11,23 @@ from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-CONFIG = "fsdp_config.json"
+CONFIG, VERSION, WORLD = "fsdp_config.json", "FSDP_version", "world_size"
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,18})_rank_(\d{1,18})\.pt")
 
 
 def is_rank_files(folder: ReadablePath) -> bool:
     """Whether a folder holds the model's files of some ranks."""
     return folder.is_dir() and any(folder.glob("model_world_size_*_rank_*.pt"))
+
+
+def lone_optimizer(folder: ReadablePath) -> str:
+    """A file of the optimizer of some rank, where the model's lie nowhere beside it; empty where there is none.
+
+    verl's ``save_contents`` may have ``optimizer`` and no ``model``; its loader stops at such a step.
+    """
+    if is_rank_files(folder) or not folder.is_dir():
+        return ""
+    return next((path.name for path in sorted(folder.glob(f"{OPTIMIZER}_world_size_*_rank_*.pt"))), "")
 
 
 def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
@@ -38,13 +48,19 @@ def rank_files(root: ReadablePath, *, optimizer: bool) -> dict[str, list[str]]:
     return files
 
 
+def said_of_run(root: ReadablePath) -> Mapping[str, object]:
+    """What ``fsdp_config.json`` says; nothing where it cannot be read."""
+    try:
+        said = reading.read_json(root / CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, Mapping) else {}
+
+
 def _world(root: ReadablePath) -> int:
     """Ranks that wrote: as ``fsdp_config.json`` says, or as all names do."""
     worlds = {int(m[2]) for path in root.iterdir() if (m := _NAME.fullmatch(path.name))}
-    try:
-        said = reading.read_json(root / CONFIG).get("world_size")
-    except (OSError, ValueError, AttributeError):
-        said = None
+    said = said_of_run(root).get(WORLD)
     worlds = {said} if isinstance(said, int) and said in worlds else worlds
     if not worlds:
         raise NotACheckpoint(f"{root}: holds no rank files ({file_of(MODEL, 2, 0)}, …)")

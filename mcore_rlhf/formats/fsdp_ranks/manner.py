@@ -16,12 +16,12 @@ from typing import Any
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import Shape
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.fsdp.groups import PARAMS, Collected, name_numbers
 from mcore_rlhf.families.fsdp.model import model_config
 from mcore_rlhf.families.fsdp.order import units_of
 from mcore_rlhf.families.fsdp.state import SCHEDULER
-from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
 from mcore_rlhf.storage.dcp.sharded import NEWEST, Copies, Mesh, Release
 from mcore_rlhf.storage.paths import ReadablePath
@@ -30,9 +30,8 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
 from .adapter import numbers_in
-from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, is_rank_files, rank_files
+from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, VERSION, WORLD, is_rank_files, rank_files, said_of_run
 
-VERSION = "FSDP_version"
 STRATEGY, CLIENT, TAG = "fsdp_strategy", "client_state", "tag"
 OF_RANK = (STRATEGY, "world_size", "rank")
 """What SkyRL has in each rank's file besides; the last say of which ranks it is. Its loader hands them back to nobody.
@@ -49,7 +48,7 @@ class Manner:
 
     Args:
         version: FSDP's: 1 keeps the optimizer's states in flat pieces, 2 cuts them as it does the parameters.
-        original: Whether FSDP1 does so parameter by parameter (``use_orig_params``); such pieces are read, and not written.
+        original: Whether FSDP1 does so parameter by parameter (``use_orig_params``).
         device: On what the run computes.
         axis: What its mesh calls the axis along which it cuts.
         release: Of torch, as far as files differ by it.
@@ -116,7 +115,8 @@ class Manner:
         mesh = f"mesh {self.axis!r}" if self.axis else "mesh without names"
         if self.copies is not None:
             mesh += f" of {self.copies.width} ranks in each of {len(self.copies.groups) // self.copies.width} copies"
-        return f"{whose}FSDP{self.version}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
+        how = f"FSDP{self.version}{' with use_orig_params' * self.original}"
+        return f"{whose}{how}, cut along {dims}, a {mesh} on {self.device}, as torch {self.release.value} pickles it"
 
 
 def manner_of(files: list[RankFile]) -> Manner:
@@ -218,11 +218,28 @@ def _states(tree: Any) -> dict[object, Mapping[str, object]]:
 
 
 def _version(root: ReadablePath) -> int:
-    try:
-        said = reading.read_json(root / CONFIG).get(VERSION)
-    except (OSError, ValueError, AttributeError):
-        said = None
+    said = said_of_run(root).get(VERSION)
     return said if type(said) is int and said in (1, 2) else Manner().version
+
+
+def otherwise(asked: tuple[ReadablePath, int, Manner]) -> list[dict[str, object]]:
+    """What ``fsdp_config.json`` says otherwise than the files beside it, for :data:`OTHERWISE`."""
+    root, world, found = asked
+    wrote, said = {WORLD: world, VERSION: found.version}, said_of_run(root)
+    return [
+        {"key": key, "said": said[key], "found": value, "file": root / CONFIG}
+        for key, value in wrote.items()
+        if type(said.get(key)) is int and said[key] != value
+    ]
+
+
+OTHERWISE: Rule[tuple[ReadablePath, int, Manner]] = Rule(
+    Fate.NOTE,
+    "{file}: {key} is {said}, and the files are of {found}; verl's own merger goes by the former",
+    otherwise,
+    contradicts=True,
+)
+"""Source: verl 0.9.1, ``verl/model_merger/fsdp_model_merger.py`` (``_get_world_size``)."""
 
 
 def like(folder: str, role: str) -> Manner:

@@ -1,14 +1,21 @@
-"""FSDP1's optimizer states: bare pieces of flattened tensors, of one each or of all of a layer."""
+"""FSDP1's optimizer states: bare pieces of flattened tensors, of one each or of all of a layer; read, and written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from mcore_rlhf.core.catalog import Chunk, Shape, dot, flat_boxes, row_major
+from mcore_rlhf.core.catalog import Chunk, DType, Shape, TensorEntry, TensorName, dot, flat_boxes, row_major
+from mcore_rlhf.errors import Unsupported
 from mcore_rlhf.families.fsdp.order import Unit, by_table, units_of
 from mcore_rlhf.families.lora.names import OF_ADAPTER, in_base
+from mcore_rlhf.formats.base import PtLayout
+from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.stored import StoredTensor
+
+_ALIGNED = 8
+"""Elements of 2 bytes in 16; of 4 bytes there are fewer, which end there, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +115,64 @@ def units_in(
         for pieces in of.values()
     )
     return of_numbers if fits else None
+
+
+def flattened(
+    file: PtLayout, of: Sequence[tuple[TensorName, Shape]], dtype: DType, unit: Unit, world: int, rank: int
+) -> StoredTensor:
+    """A rank's piece of several tensors, one behind the other.
+
+    Args:
+        file: Gets it.
+        of: The tensors, and their shapes.
+        dtype: Of its elements.
+        unit: All of them.
+        world: Ranks that have one copy together.
+        rank: Which of them.
+    """
+    record = file.record(dtype, unit.piece(world))
+    placed = ((name, shape, tuple(unit.chunks(name.param, world, rank, record))) for name, shape in of)
+    file.entries += [TensorEntry(name, shape, dtype, chunks) for name, shape, chunks in placed if chunks]
+    return StoredTensor.whole(record, (record.numel,))
+
+
+def units_aligned(shapes: Mapping[str, Shape], root: ReadablePath) -> dict[str, Unit]:
+    """With which others each parameter lies in a flat one, of original parameters, trained or not.
+
+    Each begins at 16 bytes of the type in which the run computes, which no file says: 4 bytes to an element, or 2.
+    Source: torch 2.13.0, ``distributed/fsdp/_flat_param.py`` (``_get_aligned_numel``, ``align_addresses``).
+
+    Args:
+        shapes: Of the model's parameters, in its order.
+        root: For messages.
+
+    Raises:
+        Unsupported: Where one begins depends on that type.
+    """
+    units = units_of(shapes)
+    apart = next((name for unit in units for name in [*unit.shapes][:-1] if prod(shapes[name]) % _ALIGNED), None)
+    if apart is not None:
+        raise Unsupported(
+            f"{root}: {apart} has {prod(shapes[apart])} elements; behind such a number FSDP1 with use_orig_params leaves some free, and "
+            "how many depends on the type in which the run computes, which no file says\n"
+            "verl's strategy fsdp2 takes it; --no-optimizer writes the weights alone."
+        )
+    return {name: unit for unit in units for name in unit.shapes}
+
+
+def own_piece(file: PtLayout, entry: TensorEntry, unit: Unit, world: int, rank: int) -> StoredTensor | None:
+    """What a rank's piece has of one tensor alone, as with original parameters; None where it has nothing.
+
+    Args:
+        file, unit, world, rank: See :func:`flattened`.
+        entry: The tensor.
+    """
+    name, shape = entry.name, entry.global_shape
+    first, stop = unit.span(name.param, world, rank)
+    if first >= stop:
+        return None
+    record, strides = file.record(entry.dtype, stop - first), row_major(shape)
+    boxes = flat_boxes(shape, first, stop)
+    chunks = tuple(Chunk(box, record, dot(box.offset, strides) - first, strides) for box in boxes)
+    file.entries.append(TensorEntry(name, shape, entry.dtype, chunks))
+    return StoredTensor.whole(record, (record.numel,))

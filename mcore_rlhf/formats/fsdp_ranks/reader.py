@@ -49,7 +49,7 @@ from . import rank_items
 from .adapter import said_of, saying
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of, told_apart
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
-from .manner import SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
+from .manner import OTHERWISE, SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
 from .state import RanksState, Rng
 
@@ -95,9 +95,8 @@ class _RanksReader:
 
     def __post_init__(self) -> None:
         first = () if self.items else tuple(*self.extra.values())[:1]
-        self.strategy = next(
-            (strategy_in(read_pt(self.root, name, stubs=self.options.stubs).tree) for name in first), ""
-        )
+        trees = (read_pt(self.root, name, stubs=self.options.stubs).tree for name in first)
+        self.strategy = next(map(strategy_in, trees), "")
 
     def source(self) -> Source:
         whose = "torch_checkpointing's" if self.items else "SkyRL's" if self.strategy else "verl's"
@@ -159,6 +158,8 @@ class _RanksReader:
         found = replace(found, strategy=self.strategy)
         if self.items:
             found = with_items(found, self.model[0], self.optim[:1], self.extra)
+        else:
+            self.notes.through([OTHERWISE], (self.root, len(self.model), found))
         groups = [self.collected.fields[number] for number in sorted(self.collected.fields)]
         fields = tuple({key: value for key, value in group.items() if key != PARAMS} for group in groups)
         return replace(found, groups=fields or None, members=tuple(group.params for group in listed) or None)
@@ -485,10 +486,8 @@ class _RanksReader:
         """What a file has besides model and optimizer: verl's are dictionaries, an item of torch_checkpointing's may be anything."""
         opened = read_pt(self.root, name, stubs=self.options.stubs)
         tree = opened.materialize(opened.tree)
-        if item:
-            return {item: tree}
-        found = dict(tree) if isinstance(tree, dict) else {}
-        return of_run(found, name) if self.strategy else found
+        found = {item: tree} if item else dict(tree) if isinstance(tree, dict) else {}
+        return of_run(found, name) if self.strategy and not item else found
 
     def _files(self) -> tuple[StoredFile, ...]:
         """Random states of other ranks than the first are not used, and their bytes are checked all the same."""

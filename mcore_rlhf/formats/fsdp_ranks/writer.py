@@ -17,7 +17,6 @@ from mcore_rlhf.core.catalog import (
     PARAM,
     Box,
     DType,
-    Shape,
     TensorEntry,
     TensorName,
     dtype_of,
@@ -41,13 +40,13 @@ from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.meaning.bounds import MOST_RANKS
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage.dcp.sharded import dtensor
-from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
 from .adapter import is_alone, texts_of
-from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, file_of
+from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, VERSION, WORLD, file_of
 from .groups import as_run_has, scheduler_of
-from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, VERSION, Manner, dealt_to, like
+from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, Manner, dealt_to, like
+from .pieces import flattened, own_piece, units_aligned
 from .state import RanksState, Rng, keeps_states, states_of_ranks
 
 
@@ -69,11 +68,6 @@ def ranks_target(source: Source, options: WriteOptions) -> Target:
         raise UsageError(f"--dp {world}: no run has more than {MOST_RANKS:,} ranks")
     manner = dealt_to(manner, world, options.like)
     optimizer = source.optimizer is not None and not options.no_optimizer
-    if optimizer and manner.original:
-        raise Unsupported(
-            "the run keeps its optimizer in pieces of FSDP1 with use_orig_params; such files are read, and not written\n"
-            "Write them for verl's strategy fsdp2, or for fsdp without use_orig_params (--like FOLDER); --no-optimizer writes the weights."
-        )
     if optimizer:
         check_groups(source)
     groups = as_run_has(source, manner, report) if optimizer else ()
@@ -193,7 +187,8 @@ class _Ranks:
         for rank in range(self.world):
             files.append(self._file(MODEL, rank, partial(self._model, rank)))
             if self.optimizer:
-                make = self._flat if manner.version == 1 else self._numbered
+                flat = self._pieces if manner.original else self._flat
+                make = flat if manner.version == 1 else self._numbered
                 files.append(self._file(OPTIMIZER, rank, partial(make, rank)))
             for item, tree in self._others(rank, scheduler, random[rank]):
                 files.append(self._file(item, rank, partial(_small, tree)))
@@ -204,7 +199,7 @@ class _Ranks:
         if manner.items is None:
             texts |= texts_of(self.source)
             said = {STRATEGY: manner.strategy} if manner.strategy else {VERSION: manner.version}
-            texts[CONFIG] = json.dumps({**said, "world_size": self.world}, indent=4)
+            texts[CONFIG] = json.dumps({**said, WORLD: self.world}, indent=4)
         else:
             texts[rank_items.METADATA] = rank_items.metadata_of(
                 self._described(), manner.device, self.world, manner.axis
@@ -387,9 +382,23 @@ class _Ranks:
             held = {}
             for kind, entry in entries[first].items():
                 of = [(entries[name][kind].name, shape) for name, shape in unit.shapes.items()]
-                held[kind] = _flattened(file, of, entry.dtype, unit, self.width, rank % self.width)
+                held[kind] = flattened(file, of, entry.dtype, unit, self.width, rank % self.width)
             state[number] = {**self._scalars(first), **held}
         return file.layout(self._optimizer(state, [len(units)]))
+
+    def _pieces(self, rank: int, path: str) -> FileLayout:
+        """The same with original parameters: of each what lies in its rank's piece, nothing where none does."""
+        file, state = PtLayout(path), dict[int | str, Any]()
+        names, _ = ordered([spec.name for spec in self._params()], self.module.config, self.module.order)
+        units = units_aligned({name: self._entry_of(name).global_shape for name in names}, self.source.root)
+        for key, name in self._keyed():
+            pieces = {
+                entry.name.state: own_piece(file, entry, units[name], self.width, rank % self.width)
+                for entry in self._states(name)
+            }
+            if held := {key: piece for key, piece in pieces.items() if piece is not None}:
+                state[key] = {**self._scalars(name), **held}
+        return file.layout(self._optimizer(state, [len(group) for group in self._members()]))
 
     def _units(self) -> list[Unit]:
         """The flat parameters of the run.
@@ -450,16 +459,6 @@ class _Ranks:
         """A parameter's own step, as the group has it that it comes from."""
         owner = self.apart.get(name, name)
         return next((own_scalars(group) for group in self.source.state.groups if owner in group.params), {})
-
-
-def _flattened(
-    file: PtLayout, of: Sequence[tuple[TensorName, Shape]], dtype: DType, unit: Unit, world: int, rank: int
-) -> StoredTensor:
-    """A piece of several tensors, one behind the other."""
-    record = file.record(dtype, unit.piece(world))
-    placed = ((name, shape, tuple(unit.chunks(name.param, world, rank, record))) for name, shape in of)
-    file.entries += [TensorEntry(name, shape, dtype, chunks) for name, shape, chunks in placed if chunks]
-    return StoredTensor.whole(record, (record.numel,))
 
 
 def _small(tree: object, path: str) -> FileLayout:

@@ -280,11 +280,14 @@ def _models(folder: ReadablePath) -> list[tuple[str, ReadablePath]]:
     if found and steps.step_of(folder) is None:
         return [*found.items()]
     roles = {place.name: role for role, place in found.items()}
+    deeper = {place.parent: (role, place) for role, place in found.items() if place.parent != folder}
     children = [child for child in sorted(folder.iterdir()) if child.is_dir() and child.name not in FOLDERS]
-    unknown = [child for child in children if steps.looks_foreign(child) and not _is_known(child)]
+    unknown = [
+        child for child in children if steps.looks_foreign(child) and not _is_known(child) and child not in deeper
+    ]
     if unknown:
         detect(unknown[0])  # raises, and says which formats are known
-    models = [(roles.get(child.name, child.name), child) for child in children if _is_known(child)]
+    models = [(roles.get(child.name, child.name), child) for child in children if _is_known(child)] + [*deeper.values()]
     if not models:
         raise NotACheckpoint(
             f"{folder}: no model in a format that is known; expected folders such as actor/ and critic/"

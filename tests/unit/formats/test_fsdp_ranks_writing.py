@@ -31,7 +31,7 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.fsdp.groups import without_frozen
-from mcore_rlhf.families.fsdp.order import Unit, by_table, ordered
+from mcore_rlhf.families.fsdp.order import Unit, by_table, ordered, units_of
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.fsdp_ranks.manner import Manner
@@ -291,6 +291,33 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert opened(tmp_path / "new").optimizer is None
 
 
+def test_pieces_of_original_parameters_are_what_flat_ones_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's own flat pieces have, one behind the other, what a rank has of each parameter with ``use_orig_params``."""
+    source, new = opened(FLAT), tmp_path / "new"
+    manner = RanksState.needed(source).manner
+    assert manner is not None
+    shown = replace(manner, original=True), "as in a run with original parameters"
+    monkeypatch.setattr("mcore_rlhf.formats.fsdp_ranks.writer._manner", lambda *_: shown)
+    with pytest.raises(Unsupported, match=r"k_proj\.bias has 4 elements; behind such a number"):
+        made(FLAT, tmp_path / "of any type")
+    monkeypatch.setattr("mcore_rlhf.formats.fsdp_ranks.pieces._ALIGNED", 4)  # as where a run computes in fp32
+    made(FLAT, new)
+    numbers = {name: number for number, name in enumerate(source.model.shapes)}
+    for own, flat in zip(loaded(new, "optim"), loaded(FLAT, "optim"), strict=True):
+        assert own["param_groups"][0]["params"] == [*numbers.values()]
+        for number, unit in enumerate(units_of(source.model.shapes)):
+            held = [own["state"].get(numbers[name]) for name in unit.shapes]
+            whole = torch.cat([states["exp_avg"] for states in held if states is not None])
+            piece = flat["state"][number]["exp_avg"]
+            assert torch.equal(whole, piece[: len(whole)])
+            assert not piece[len(whole) :].any(), "padding"
+    again = opened(new)
+    for name in source.model.shapes:
+        assert torch.equal(tensor_of(again, name, "exp_avg_sq"), tensor_of(source, name, "exp_avg_sq")), name
+
+
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     source = opened(FLAT)
     family = replace(RanksState.needed(source), order=(), config={"model_type": "no such"})
@@ -300,7 +327,9 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
         ranks_target(source, WriteOptions(dp=10**9))
     with pytest.raises(UsageError, match="holds no rank files of verl's"):
         ranks_target(source, WriteOptions(like=str(tmp_path)))
-    with pytest.raises(Unsupported, match="use_orig_params"):
+    with pytest.raises(
+        Unsupported, match=r"embed\.weight has 66 elements; behind such a number FSDP1 with use_orig_params"
+    ):
         made(VERL / "fsdp1_orig_ws2", tmp_path / "new")
     with pytest.raises(
         LayoutMismatch, match=r"trains lm_head\.weight, which is in no param group of the run that --like"

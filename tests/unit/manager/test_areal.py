@@ -60,7 +60,7 @@ def told(run: Path, settings: dict[str, object] | None = None, world: int | None
 
 def test_its_one_step_is_how_many_are_done(run: Path) -> None:
     """Not what the optimizer counts, which steps several times in one of the run's."""
-    said(run, global_step=40)
+    said(run, global_step=40, epoch=4, epoch_step=0)
     (step,) = listed_steps(run)
     assert (step.step, step.state, step.roles) == (41, "foreign", ("actor", "critic"))
     assert find(run, ReadOptions()).step == 41
@@ -165,7 +165,7 @@ def test_nothing_of_ours_lies_where_it_would_be_of_an_older_step(run: Path, tmp_
     names = {path.name for path in (tmp_path / "back" / "default" / "recover_checkpoint").iterdir()}
     assert names == {".metadata", "__0_0.distcp"}
     assert any(text.startswith("schedule, random states and client state") for text in job.jobs["actor"].report.lost)
-    said(tmp_path / "back", global_step=7)
+    said(tmp_path / "back", global_step=7, epoch_step=7)
     assert find(tmp_path / "back", ReadOptions()).step == 8
     assert open_checkpoint(tmp_path / "back" / "default" / "recover_checkpoint", ReadOptions()).state.iteration == 8
 
@@ -195,7 +195,10 @@ def test_no_code_of_a_position_is_run(run: Path, tmp_path: Path) -> None:
         (lambda run: (run / "default" / "recover_checkpoint" / ".metadata").unlink(), Incomplete, "metadata"),
         (lambda run: (run / STEP).write_text("{"), Corrupt, "step_info.json"),
         (
-            lambda run: said(run, global_step=9) or (run / "default" / "global_step_3" / "data.pt").mkdir(parents=True),
+            lambda run: (
+                said(run, global_step=9, epoch_step=9)
+                or (run / "default" / "global_step_3" / "data.pt").mkdir(parents=True)
+            ),
             None,
             "",
         ),
@@ -237,7 +240,7 @@ def test_a_run_that_it_went_on_in_is_not_overwritten(run: Path, tmp_path: Path) 
     with pytest.raises(StorageError, match="not even --overwrite"):
         convert_step(find(run, ReadOptions()), target, again)
     shutil.rmtree(target / "default" / "epoch0epochstep3globalstep3")
-    said(target, global_step=4)
+    said(target, global_step=4, epoch_step=4)
     with pytest.raises(StorageError, match="not even --overwrite"):
         convert_step(find(run, ReadOptions()), target, again)
     assert find(target, ReadOptions()).step == 5

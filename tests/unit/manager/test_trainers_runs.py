@@ -14,7 +14,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step
 from mcore_rlhf.manager.run.adopt import adopt
-from mcore_rlhf.manager.runs import listed_steps, run_at, step_at
+from mcore_rlhf.manager.runs import goes_without, listed_steps, run_at, step_at
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.trainers import lightning
@@ -22,6 +22,7 @@ from mcore_rlhf.trainers.known import TRAINERS, left_by_trainers
 from mcore_rlhf.trainers.resuming import Settings
 from mcore_rlhf.trainers.table import Trainer
 from tests.helpers import trainer_tables
+from tests.helpers.damage import edited
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 RUNS = GOLDENS / "trainers"
@@ -105,11 +106,41 @@ def test_of_several_steps_one_must_be_named_unless_a_tracker_does(tmp_path: Path
     shutil.copytree(RUNS / OPENRLHF, both)
     for role in ("_actor", "_critic"):
         shutil.copytree(both / role / "global_step3", both / role / "global_step6")
+    with edited(both / "_actor" / "global_step6" / "mp_rank_00_model_states.pt") as states:
+        states["global_step"] = 6
     assert find(both, ReadOptions()).step == 3, "as the trackers of both say"
     (both / "_critic" / "latest").write_text("global_step6")
     with pytest.raises(UsageError, match="is meant"):
         find(both, ReadOptions())
     assert find(both, ReadOptions(step=6)).step == 6
+
+
+def test_weights_that_verl_saved_without_its_own_files_are_a_step(tmp_path: Path) -> None:
+    """``save_contents: [hf_model, extra]``, and with the optimizer, which lies there alone."""
+    root, ranks = tmp_path / "run", GOLDENS / "verl" / "fsdp1_flat_ws3"
+    step, critic = root / "global_step_3", root / "global_step_3" / "critic"
+    shutil.copytree(GOLDENS / "huggingface" / "llama_tied_bf16_sharded", step / "actor" / "huggingface")
+    shutil.copytree(ranks, critic)
+    shutil.copy(RUNS / RLINF / "global_step_3" / "data" / "data.pt", step / "data.pt")
+    found = find(root, ReadOptions(step=3))
+    assert {role: str(place.relative_to(step)) for role, place in found.models.items()} == {
+        "actor": "actor/huggingface", "critic": "critic",
+    }  # fmt: skip
+    assert not goes_without(step)
+    refused = forecast(root, loader_named("verl")[0], Settings())
+    assert not refused.resumes
+    convert_step(found, tmp_path / "hf", ConvertOptions(to="hf", fsync=False, workers=1))
+    made = find(tmp_path / "hf", ReadOptions()).models
+    assert {role: open_checkpoint(place, ReadOptions()).optimizer for role, place in made.items()} == dict.fromkeys(
+        ("actor", "critic")
+    )
+    for path in ranks.glob("optim_*"):
+        shutil.copy(path, step / "actor" / path.name)
+    (text,) = goes_without(step)
+    assert text.startswith(
+        "actor is the weights of actor/huggingface alone: optim_world_size_3_rank_0.pt is of an optim"
+    )
+    assert adopt(step).step == 3
 
 
 def test_what_is_half_written_is_not_taken(tmp_path: Path) -> None:
