@@ -89,7 +89,7 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     """
     found = check_manifest(subject.folder, subject.manifest, progress, depth is Depth.QUICK) if subject.manifest else []
     found += _unfit_values(subject, depth, found)
-    found += [] if subject.manifest or subject.alone else unmet(subject.folder)
+    found += [] if subject.manifest or subject.options.step is not None else unmet(subject.folder)
     Problems(found).raise_if_unread()
     problems = problem_facts(found)
     models = of_each(
@@ -100,7 +100,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     missing = goes_without(subject.folder, dp=dp, world=world) if adopted else []
     if subject.alone:
         (verdict,) = models.values()
-        return {**verdict, "missing": [*verdict["missing"], *missing]}
+        intact, problems = verdict["intact"] and not problems, [*verdict["problems"], *problems]
+        return {**verdict, "intact": intact, "missing": [*verdict["missing"], *missing], "problems": problems}
     intact = not problems and all(verdict["intact"] for verdict in models.values())
     return {
         **step_facts(subject), "intact": intact, "depth": depth.value, "missing": missing, "problems": problems, "models": models,

@@ -180,24 +180,30 @@ class TrainerRun:
 
     def misled(self) -> list[Problem]:
         """Trackers that are there, and name no step of the run: its trainer stops at one, or begins anew."""
-        if not self.trainer.tracker or self.trainer.counted:
+        if not self.trainer.tracker:
             return []
         folders = (
             [self.root / places[0] for places in self.trainer.roles.values()] if self.trainer.by_role else [self.root]
         )
         there = [*self.found, *(step for step, _ in self.aside)]
-        trackers = (folder / self.trainer.tracker for folder in folders)
+        trackers = (folder / self._tracker_in(folder) for folder in folders)
         return [
             tracker_problem(tracker, self.trainer.title, there)
             for tracker, named in ((one, self._tracked_in(one.parent)) for one in trackers)
             if named not in there and is_there(tracker)
         ]
 
+    def _tracker_in(self, folder: ReadablePath) -> str:
+        """The file by which its trainer goes: that which is asked first, where it is there."""
+        counted = self.trainer.counted
+        return counted if counted and is_there(folder / counted) else self.trainer.tracker
+
     def _tracked_in(self, folder: ReadablePath) -> int | None:
         with suppress(OSError, ValueError, CheckpointError):
-            if self.trainer.counted and is_there(folder / self.trainer.counted):
-                return counted_step(folder, self.trainer.counted)
-            return self.trainer.tracked_step(reading.read_line(folder / self.trainer.tracker))
+            tracker = self._tracker_in(folder)
+            if tracker == self.trainer.counted:
+                return counted_step(folder, tracker)
+            return self.trainer.tracked_step(reading.read_line(folder / tracker))
         return None
 
 
@@ -364,7 +370,8 @@ def step_at(folder: ReadablePath) -> TrainerStep | None:
 
 
 def unmet(folder: ReadablePath) -> list[Problem]:
-    """Files without which the trainer that wrote a step does not go on from it, and that are not there.
+    """Files without which the trainer that wrote a step does not go on from it, and that are not there; of a run whose steps are
+    iterations, the tracker that names none.
 
     Args:
         folder: Any path.
@@ -374,7 +381,8 @@ def unmet(folder: ReadablePath) -> list[Problem]:
     """
     found = step_at(folder)
     if found is None:
-        return []
+        run = run_at(folder)
+        return run.misled() if run is not None and run.trainer.is_iteration else []
     why = f"is missing: {found.trainer.title} does not go on from the step"
     advice = "Take another step; or convert this one, where its models are whole."
     return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
