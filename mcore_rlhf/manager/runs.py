@@ -370,8 +370,7 @@ def step_at(folder: ReadablePath) -> TrainerStep | None:
 
 
 def unmet(folder: ReadablePath) -> list[Problem]:
-    """Files without which the trainer that wrote a step does not go on from it, and that are not there; of a run whose steps are
-    iterations, the tracker that names none.
+    """Files without which the trainer that wrote a step does not go on from it, and that are not there.
 
     Args:
         folder: Any path.
@@ -381,8 +380,7 @@ def unmet(folder: ReadablePath) -> list[Problem]:
     """
     found = step_at(folder)
     if found is None:
-        run = run_at(folder)
-        return run.misled() if run is not None and run.trainer.is_iteration else []
+        return []
     why = f"is missing: {found.trainer.title} does not go on from the step"
     advice = "Take another step; or convert this one, where its models are whole."
     return [Problem(Incomplete, f"{folder / name}: {why}", advice) for name in found.trainer.missing(folder)]
