@@ -82,10 +82,16 @@ _IN_ITERATION = (
     (RUN_CONFIG, (TRAIN_STATE,), "Megatron-Bridge's configuration of the run, without which it loads nothing"),
     (TRAIN_STATE, (RUN_CONFIG,), "Megatron-Bridge's counters, without which it begins the samples at 0"),
 )
+_PLAIN = "iter_*/mp_rank_*/optimizer.pt"
 _IN_STEP = (
     (
+        f"iter_*/{ADAPTED_OPTIMIZER}|{_PLAIN}",
+        (f"{ADAPTED}&{SCHEDULE}",),
+        "the optimizer, which ROLL saves with the schedule",
+    ),
+    (
         SCHEDULE,
-        (f"{ADAPTED}&iter_*/{ADAPTED_OPTIMIZER}", f"{ADAPTED}&iter_*/mp_rank_*/optimizer.pt"),
+        (f"{ADAPTED}&iter_*/{ADAPTED_OPTIMIZER}", f"{ADAPTED}&{_PLAIN}"),
         "the schedule, without which ROLL stops",
     ),
     (
@@ -94,8 +100,8 @@ _IN_STEP = (
         "the tracker, without which ROLL finds no weights",
     ),
 )
-"""Files that a trainer always writes; what lies there where it has written them, patterns with ``&`` between those that do together; and
-what they are to it.
+"""Files that a trainer always writes, each one or, with ``|`` between them, one of several; what lies there where it has written them,
+patterns with ``&`` between those that do together; and what they are to it.
 
 Sources: the same (``_load_checkpoint_from_path``, ``_get_train_state_from_state_dict``); ROLL as above (``load_checkpoint``;
 ``mcore_adapter/src/mcore_adapter/checkpointing.py``, ``_load_base_checkpoint``).
@@ -110,10 +116,11 @@ def gone_beside(root: ReadablePath, iteration: ReadablePath) -> list[str]:
         iteration: The iteration's folder in it.
     """
     return [
-        f"{place / name}: missing, {what}"
+        f"{place / names.partition('|')[0]}: missing, {what}"
         for place, rows in ((iteration, _IN_ITERATION), (root, _IN_STEP))
-        for name, marks, what in rows
-        if not lies_in(place, name) and any(all(lies_in(place, one) for one in mark.split("&")) for mark in marks)
+        for names, marks, what in rows
+        if not any(lies_in(place, name) for name in names.split("|"))
+        and any(all(lies_in(place, one) for one in mark.split("&")) for mark in marks)
     ]
 
 

@@ -95,7 +95,8 @@ ROWS = rows_of(
     Habit(WITH_OPTIMIZER, _ANEW, f"{RUN_CONFIG} says save_optim: false: a fresh optimizer; a line says so",
         "2904 (_load_checkpoint_from_path)",
         lambda seen: seen.held.args.get("no_save_optim") is True),
-    Habit(WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {RUN_CONFIG} does not say so: torch's CheckpointException ends it",
+    Habit(WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {RUN_CONFIG} does not say so: torch's "
+        "CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
