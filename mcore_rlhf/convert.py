@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ from .core.account import Account, Report
 from .core.facts import Fate
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
-from .errors import Lossy, Problems, Untrusted, UsageError
+from .errors import Lossy, Problems, Untrusted, UsageError, headline
 from .execution.fingerprint import Binding, identity, of_options, told_texts
 from .execution.parts import Coverage, with_readings
 from .execution.run import Execution, publish
@@ -33,6 +33,7 @@ from .storage.paths import ReadablePath, beneath, canonical, real_path
 from .storage.publish import MANIFEST_NAME
 from .storage.urls import checkpoint_path, publication, refuse_overlap, write_text
 from .verify.audit import pairs
+from .verify.itself import itself
 
 
 @dataclass(slots=True)
@@ -220,6 +221,8 @@ def prepare(
     bring_along(seen, job.target, wanted, passage.write)
     problems = Problems()
     _check_names(job, problems)
+    for text in _damaged(job.target.carried.values()):
+        job.report.add(Fate.LOST, f"{text}; it goes along as it is")
     for path, real in followed(job.source.root).items():
         job.report.add(Fate.NOTE, f"{path}: a link that leads out of the checkpoint, to {real}; it was followed")
     for file in job.target.files:
@@ -252,6 +255,14 @@ def refuse_losses(account: Account) -> None:
         raise Lossy(
             "--strict refuses what the target would lose:\n" + "\n".join(f"  - {text}" for text in account.lost)
         )
+
+
+def _damaged(files: Iterable[ReadablePath]) -> list[str]:
+    """What is wrong with files that nobody opens, by what they say of themselves: a sentence each."""
+    problems = Problems()
+    for path in files:
+        list(itself(path.parent, [path.name], (), problems))
+    return [headline(problem.message).rstrip(".") for problem in problems.found]
 
 
 def _check_names(job: Job, problems: Problems) -> None:

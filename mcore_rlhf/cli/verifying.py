@@ -15,7 +15,7 @@ from mcore_rlhf.families.complete import gaps
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.manager.run.checks import check_values
 from mcore_rlhf.manager.run.steps import MANIFEST
-from mcore_rlhf.manager.runs import goes_without, unmet
+from mcore_rlhf.manager.runs import goes_without, run_at, unmet
 from mcore_rlhf.manager.subject import Subject, look
 from mcore_rlhf.storage.manifest import Manifest, check
 from mcore_rlhf.storage.paths import ReadablePath
@@ -89,7 +89,9 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     """
     found = check_manifest(subject.folder, subject.manifest, progress, depth is Depth.QUICK) if subject.manifest else []
     found += _unfit_values(subject, depth, found)
-    found += [] if subject.manifest or subject.alone else unmet(subject.folder)
+    found += [] if subject.manifest else unmet(subject.folder)
+    run = run_at(subject.folder) if subject.alone and subject.options.step is None else None
+    found += run.misled() if run is not None else []
     Problems(found).raise_if_unread()
     problems = problem_facts(found)
     models = of_each(
@@ -100,7 +102,8 @@ def _verify(subject: Subject, depth: Depth, workers: int, progress: Progress) ->
     missing = goes_without(subject.folder, dp=dp, world=world) if adopted else []
     if subject.alone:
         (verdict,) = models.values()
-        return {**verdict, "missing": [*verdict["missing"], *missing]}
+        intact, problems = verdict["intact"] and not problems, [*verdict["problems"], *problems]
+        return {**verdict, "intact": intact, "missing": [*verdict["missing"], *missing], "problems": problems}
     intact = not problems and all(verdict["intact"] for verdict in models.values())
     return {
         **step_facts(subject), "intact": intact, "depth": depth.value, "missing": missing, "problems": problems, "models": models,

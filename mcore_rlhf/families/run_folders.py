@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mcore_rlhf.errors import Corrupt
+from mcore_rlhf.errors import Corrupt, Incomplete
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.paths import ReadablePath, absolute
+from mcore_rlhf.storage.paths import ReadablePath, absolute, lies_in
 
 _STEP = re.compile(r"(?:global_step_|step-|step_|iter_|checkpoint-)0*(\d{1,18})")
 _LEVELS = 4
@@ -74,6 +74,71 @@ def adapted_step(folder: ReadablePath) -> ReadablePath | None:
     """
     named = (above for here in (folder, absolute(folder)) for above in [*here.parents][:2])
     return next((above for above in named if (above / ADAPTED).is_file()), None)
+
+
+RUN_CONFIG, TRAIN_STATE = "run_config.yaml", "train_state.pt"
+"""What Megatron-Bridge leaves in each iteration. Source: Megatron-Bridge 067f987, ``training/checkpointing.py`` (``save_checkpoint``)."""
+_IN_ITERATION = (
+    (RUN_CONFIG, (TRAIN_STATE,), "Megatron-Bridge's configuration of the run, without which it loads nothing"),
+    (TRAIN_STATE, (RUN_CONFIG,), "Megatron-Bridge's counters, without which it begins the samples at 0"),
+)
+_PLAIN = "iter_*/mp_rank_*/optimizer.pt"
+_IN_STEP = (
+    (
+        f"iter_*/{ADAPTED_OPTIMIZER}|{_PLAIN}",
+        (f"{ADAPTED}&{SCHEDULE}",),
+        "the optimizer, which ROLL saves with the schedule",
+    ),
+    (
+        SCHEDULE,
+        (f"{ADAPTED}&iter_*/{ADAPTED_OPTIMIZER}", f"{ADAPTED}&{_PLAIN}"),
+        "the schedule, without which ROLL stops",
+    ),
+    (
+        "latest_checkpointed_iteration.txt",
+        (f"{ADAPTED}&iter_*/mp_rank_*",),
+        "the tracker, without which ROLL finds no weights",
+    ),
+)
+"""Files that a trainer always writes, each one or, with ``|`` between them, one of several; what lies there where it has written them,
+patterns with ``&`` between those that do together; and what they are to it.
+
+Sources: the same (``_load_checkpoint_from_path``, ``_get_train_state_from_state_dict``); ROLL as above (``load_checkpoint``;
+``mcore_adapter/src/mcore_adapter/checkpointing.py``, ``_load_base_checkpoint``).
+"""
+
+
+def gone_beside(root: ReadablePath, iteration: ReadablePath) -> list[str]:
+    """What is not there of that which a trainer writes together with files that are, a sentence each.
+
+    Args:
+        root: A checkpoint's root, which is a step of ROLL's.
+        iteration: The iteration's folder in it.
+    """
+    return [
+        f"{place / names.partition('|')[0]}: missing, {what}"
+        for place, rows in ((iteration, _IN_ITERATION), (root, _IN_STEP))
+        for names, marks, what in rows
+        if not any(lies_in(place, name) for name in names.split("|"))
+        and any(all(lies_in(place, one) for one in mark.split("&")) for mark in marks)
+    ]
+
+
+def refuse_unadapted(iteration: ReadablePath) -> None:
+    """See that a step of ROLL's has its configuration: nothing else tells that the optimizer lies beside the ranks, nor which step it is.
+
+    Args:
+        iteration: The folder of any iteration.
+
+    Raises:
+        Incomplete: It has none.
+    """
+    part = next((one for one in (ADAPTED_OPTIMIZER, ADAPTED_MODEL) if (iteration / one).is_dir()), None)
+    if part is not None and adapted_step(iteration) is None:
+        raise Incomplete(
+            f"{absolute(iteration).parent / ADAPTED}: missing, and {iteration / part} is part of a step of ROLL's\n"
+            "Copy it again from where it was written, or use an older step."
+        )
 
 
 def random_files(step: ReadablePath) -> dict[int, str]:

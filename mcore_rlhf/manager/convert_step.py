@@ -21,7 +21,6 @@ from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions
-from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
@@ -52,7 +51,7 @@ from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
 from .run_data import add_position, say_what_was_counted, settle_data
-from .run_sides import Beside, add_beginning, add_counters, add_made, add_progress
+from .run_sides import Beside, add_beginning, add_counters, add_made, add_progress, say_what_is_gone
 from .runs import manifest_of, run_at
 from .subject import Subject
 
@@ -125,14 +124,14 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     problems, jobs = _unfit_values(step), {}
     for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
-        wanted_of = _nothing if asked is None else partial(values_of, around, asked, done)
+        wanted = {} if asked is None else {"wanted_of": partial(values_of, around, asked, done)}
         try:
             reading = replace(like_of(options, role), read=step.reading(role))
             if trainer is not None and trainer.several:
                 reading = replace(
                     reading, write=replace(reading.write, run_of=replace(reading.write.run_of, number=number))
                 )
-            jobs[role] = prepare(folder, reading, by_parts=by_parts, wanted_of=wanted_of)
+            jobs[role] = prepare(folder, reading, by_parts=by_parts, **wanted)
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()
@@ -158,10 +157,6 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     if options.strict:
         refuse_losses(job.account)
     return job
-
-
-def _nothing(opened: Source) -> Mapping[str, object]:
-    return {}
 
 
 def _unfit_values(source: Subject) -> Problems:
@@ -195,6 +190,8 @@ def _note(job: StepJob) -> None:
 
 def _settle(job: StepJob, *more: str) -> None:
     """Close the account of what lies beside the models."""
+    if job.source.manifest is None:
+        say_what_is_gone(job.report, job.source.folder, [planned.source.parallel for planned in job.jobs.values()])
     there = {Item(Kind.FILE, name): name for name in (*job.source.others, *more)}
     job.account = Account.of(Facts.of(there).handed_on({}, job.report.said).fates, job.report.lost)
     job.report.close(job.account)

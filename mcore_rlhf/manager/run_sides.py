@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,15 +12,19 @@ from mcore_rlhf.core.facts import Fate, Item
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.fsdp.state import MOST_STEPS
 from mcore_rlhf.families.options import RunOf
+from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.writer import saved
-from mcore_rlhf.storage.paths import beneath
+from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import Stub, new_stub
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.trainers.table import STEP, Trainer
+
+from .run.adopt import less_than_whole
+from .runs import unmet
 
 _PROGRESS = "progress"
 _SAMPLES = "consumed_train_samples"
@@ -50,6 +54,20 @@ class Beside:
     def goes_on(self, text: str, *about: Item) -> None:
         """Note where the loader's state goes; :func:`settle_data` says it."""
         self.said = text, about
+
+
+def say_what_is_gone(report: Report, step: ReadablePath, ranks: Sequence[ParallelConfig]) -> None:
+    """Say of a trainer's step what is not there, and what of it the trainer itself would not go on without: it is lost.
+
+    Args:
+        report: What is said of the step.
+        step: Its folder, or any.
+        ranks: Of its models.
+    """
+    for problem in unmet(step):
+        report.add(Fate.LOST, problem.message)
+    for text in less_than_whole(step, ranks):
+        report.add(Fate.NOTE, f"missing: {text}")
 
 
 def known_of(trainer: Trainer, step: int, args: Mapping[str, object], per_epoch: int = 0) -> dict[str, object]:

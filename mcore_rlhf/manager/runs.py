@@ -205,32 +205,28 @@ class TrainerRun:
         """Trackers that are there, and name no step of the run: its trainer stops at one, or begins anew."""
         if not self.trainer.tracker:
             return []
-        if self.trainer.counted and is_there(counts := self.root / self.trainer.counted):
-            return self._miscounted(counts)
         folders = (
             [self.root / places[0] for places in self.trainer.roles.values()] if self.trainer.by_role else [self.root]
         )
         there = [*self.found, *(step for step, _ in self.aside)]
-        trackers = (folder / self.trainer.tracker for folder in folders)
+        trackers = (folder / self._tracker_in(folder) for folder in folders)
         return [
             tracker_problem(tracker, self.trainer.title, there)
             for tracker, named in ((one, self._tracked_in(one.parent)) for one in trackers)
             if named not in there and is_there(tracker)
         ]
 
-    def _miscounted(self, counts: ReadablePath) -> list[Problem]:
-        """That the counters, by which it goes before its tracker, name no step of the run."""
-        there = [*self.found, *(step for step, _ in self.aside)]
-        with suppress(OSError, CheckpointError):  # what cannot be read, whoever looks for the step meant says
-            named = counted_step(self.root, self.trainer.counted)
-            return [] if named in there else [tracker_problem(counts, self.trainer.title, there)]
-        return []
+    def _tracker_in(self, folder: ReadablePath) -> str:
+        """The file by which its trainer goes: that which is asked first, where it is there."""
+        counted = self.trainer.counted
+        return counted if counted and is_there(folder / counted) else self.trainer.tracker
 
     def _tracked_in(self, folder: ReadablePath) -> int | None:
         with suppress(OSError, ValueError, CheckpointError):
-            if self.trainer.counted and is_there(folder / self.trainer.counted):
-                return counted_step(folder, self.trainer.counted)
-            return self.trainer.tracked_step(reading.read_line(folder / self.trainer.tracker))
+            tracker = self._tracker_in(folder)
+            if tracker == self.trainer.counted:
+                return counted_step(folder, tracker)
+            return self.trainer.tracked_step(reading.read_line(folder / tracker))
         return None
 
 

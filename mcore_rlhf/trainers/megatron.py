@@ -7,6 +7,8 @@ Sources: Megatron-LM core_v0.16.1, ``megatron/training/checkpointing.py`` (``get
 
 from __future__ import annotations
 
+from mcore_rlhf.families.run_folders import RUN_CONFIG, TRAIN_STATE
+
 from .table import ITERATIONS, Trainer
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -15,7 +17,7 @@ BRIDGE = Trainer(
     name="megatron-bridge",
     title="Megatron-Bridge",
     steps=ITERATIONS,
-    marks=("run_config.yaml", "train_state.pt"),
+    marks=(RUN_CONFIG, TRAIN_STATE),
     over=("megatron-lm",),
     tracker=_TRACKER,
     counted="latest_train_state.pt",

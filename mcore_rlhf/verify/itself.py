@@ -26,7 +26,9 @@ from mcore_rlhf.errors import (
     Untrusted,
     headline,
 )
+from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
+from mcore_rlhf.families.run_folders import gone_beside
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, of_ranks
 from mcore_rlhf.formats.carried import step_of, unopened
@@ -98,6 +100,11 @@ def _look_for_gone(source: Source, problems: Problems) -> None:
         for name in row.gone(source.root):
             text = f"{source.root}: {name} is missing, and files are there that its trainer writes together with it"
             advice = "Copy it from where it was written, or use an older step; --to hf takes the weights alone."
+            problems.add(Incomplete, text, advice)
+    megatron = MegatronState.of(source)
+    if megatron is not None and megatron.located is not None:
+        for text in gone_beside(megatron.located.root, megatron.located.folder):
+            advice = "Copy it from where it was written, or use an older step; what is there can be converted, without what that says."
             problems.add(Incomplete, text, advice)
 
 

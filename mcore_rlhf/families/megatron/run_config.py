@@ -23,6 +23,8 @@ from mcore_rlhf.families.run_folders import (
     ADAPTED,
     ADAPTED_OPTIMIZER,
     CONTENTS,
+    RUN_CONFIG,
+    TRAIN_STATE,
     TRANSFORMER,
     adapted_step,
     random_files,
@@ -40,7 +42,6 @@ from mcore_rlhf.storage.torchzip import Directory
 
 from .state import SAMPLES
 
-FILE, TRAIN_STATE = "run_config.yaml", "train_state.pt"
 _STEP, _FLOPS = "step", "floating_point_operations_so_far"
 """What Megatron-LM has as arguments of the same names."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
@@ -139,8 +140,8 @@ def arguments_beside(folder: ReadablePath) -> tuple[str, dict[str, object]]:
     Raises:
         Corrupt: It cannot be read.
     """
-    if (folder / FILE).is_file():
-        return FILE, _of_bridge(folder)
+    if (folder / RUN_CONFIG).is_file():
+        return RUN_CONFIG, _of_bridge(folder)
     if (step := adapted_step(folder)) is not None:
         return ADAPTED, _of_roll(step)
     role = role_of(folder)
@@ -151,11 +152,11 @@ def _of_bridge(folder: ReadablePath) -> dict[str, object]:
     import yaml  # who reads no such folder needs none of it
 
     try:
-        found = yaml.safe_load(reading.read_bytes(folder / FILE, _MAX))
+        found = yaml.safe_load(reading.read_bytes(folder / RUN_CONFIG, _MAX))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _unreadable(folder / FILE, error) from None
+        raise _unreadable(folder / RUN_CONFIG, error) from None
     if not isinstance(found, Mapping):
-        raise Corrupt(f"{folder / FILE}: expected a run's configuration, found a {type(found).__name__}")
+        raise Corrupt(f"{folder / RUN_CONFIG}: expected a run's configuration, found a {type(found).__name__}")
     sections = {name: part for name in _SECTIONS if isinstance(part := found.get(name), Mapping)}
     plain = {name: value for part in sections.values() for name, value in _plain(part)}
     saving = found.get("checkpoint")

@@ -24,6 +24,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.core.rows import Tensor
 from mcore_rlhf.families.inventory import items_in, state_dict_of
+from mcore_rlhf.families.run_folders import gone_beside
 from mcore_rlhf.families.source import Family, NewNames
 from mcore_rlhf.models.spec import ModelSpec, ParamSpec
 from mcore_rlhf.storage.nested import PICKLED_NONE, is_none
@@ -232,6 +233,10 @@ UNSCHEDULED: Rule[tuple[str | None, object]] = Rule(
     lambda asked: asked[0] is not None and asked[1] is None,
 )
 """Of a run's optimizer and scheduler."""
+GONE: Rule[Located] = Rule(
+    Fate.LOST, "{text}", lambda located: [{"text": text} for text in gone_beside(located.root, located.folder)]
+)
+"""Of where a checkpoint lies: files that are not there, and that its trainer writes together with those that are."""
 
 
 @dataclass(slots=True)

@@ -236,6 +236,10 @@ def _read_whole(
     reading: OptimizerReading,
 ) -> None:
     """Note the states of parameters that one file has whole."""
+    if not stored:
+        raise Incomplete(
+            f"{pt.file}: has no optimizer, and other ranks do\nCopy it again, or convert the weights with --no-optimizer."
+        )
     if len(stored) != len(chained):
         raise Unsupported(f"{pt.file}: expected {len(chained)} chained optimizers, found {len(stored)}")
     groups = [groups_of(member, pt) for member in stored]

@@ -30,6 +30,7 @@ from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.run_config import arguments_beside
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
+    GONE,
     LAID_OUT,
     OLD_RNG_KEYS,
     PER_RANK_KEYS,
@@ -41,7 +42,7 @@ from mcore_rlhf.families.megatron.state import (
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step
+from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step, refuse_unadapted
 from mcore_rlhf.families.source import ITERATION, ParamGroup, Source, TrainingState, note_frozen
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
@@ -186,6 +187,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     """
     notes = Report()
     located = locate(path, options.step)
+    refuse_unadapted(located.folder)
     if adapted_step(located.folder) is not None and (located.root / PEFT_CONFIG).is_file():
         raise Unsupported(f"{located.root}: {OF_ROLLS_LORA}")
     run = OpenedRun.of(located, options, notes)
@@ -201,6 +203,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     if adapted_step(located.folder) is not None:
         state = _as_adapted(state, run, notes)
     notes.through([UNSCHEDULED], (optimizer.kind, state.scheduler))
+    notes.through([GONE], run.located)
     tensors = StoredTensors(
         options.role or "actor",
         model,

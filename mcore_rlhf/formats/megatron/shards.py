@@ -116,8 +116,10 @@ class RankFiles:
         parts = [_model_part(pt, v) for v in _vpp_ranks(pt.tree)]
         files = {name: self._open(at.folder, name) for name in dealt}
         alone = self.optimizer and adapted_step(self.located.folder) is not None
-        if not alone or not (self.located.folder / at.folder / PLAIN_FILE).is_file():
+        if not alone or not any(self.located.folder.glob(f"mp_rank_*/{PLAIN_FILE}")):
             return RankShard(at, of_its_step(pt.tree), parts, pt.materialize, pt, distrib, files)
+        if not (self.located.folder / at.folder / PLAIN_FILE).is_file():
+            raise Incomplete(f"{self.located.folder / at.folder / PLAIN_FILE}: missing, and other ranks have theirs")
         apart = self._open(at.folder, PLAIN_FILE)
         top = {**pt.tree, _OPTIMIZER: apart.tree}
         return RankShard(at, top, parts, pt.materialize, pt, distrib, files, apart)

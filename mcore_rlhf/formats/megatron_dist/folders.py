@@ -47,6 +47,8 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SHARED = "common_state"
 """The object that takes the place of ``common.pt`` since 0.19."""
+_CALLED = ("iter_", "release", INNER, ADAPTED_MODEL, ADAPTED_OPTIMIZER)
+"""How the names of folders begin that are looked into where ``metadata.json`` is not there, or cannot be read."""
 _OF_FSDP = (b"rng_state.(", b"optimizer.param_to_group_meta.")
 """What ``.metadata`` names in a checkpoint of Megatron-FSDP: random states by ``(pp, tp)``, param groups by parameter.
 
@@ -69,7 +71,7 @@ def is_dist_folder(path: ReadablePath) -> bool:
     """Whether a folder directly holds such a checkpoint, or what is left of one."""
     if "sharded_backend" in _config(path):
         return True
-    if path.name.startswith(("iter_", "release")) and (path / METADATA_FILE).is_file():
+    if path.name.startswith(_CALLED) and (path / METADATA_FILE).is_file():
         named = reading.read_bytes(path / METADATA_FILE)
         marks = (f"{SHARED}/shard_".encode(), *_OF_FSDP)
         return (path / COMMON).is_file() or any(one in named for one in marks) or _is_torch_dcp(named)

@@ -33,7 +33,6 @@ from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.run_config import (
-    TRAIN_STATE,
     UNTIED,
     TrainState,
     arguments_beside,
@@ -41,13 +40,14 @@ from mcore_rlhf.families.megatron.run_config import (
 )
 from mcore_rlhf.families.megatron.state import (
     COUNTER,
+    GONE,
     SCHEDULER_KEYS,
     UNSCHEDULED,
     MegatronState,
     scheduler_in,
 )
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import counted_above, named_step
+from mcore_rlhf.families.run_folders import TRAIN_STATE, counted_above, named_step
 from mcore_rlhf.families.source import ITERATION, Source, TrainingState, note_frozen, open_bytes
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -440,6 +440,7 @@ class _DistReader:
         scheduler, (in_samples, in_steps) = scheduler_in(top, self.notes), map(top.get, SCHEDULER_KEYS)
         by_steps = in_samples is None and in_steps is not None
         self.notes.through([UNSCHEDULED], (self.optimizer.kind, scheduler))
+        self.notes.through([GONE], located)
         iteration = self._iteration()
         return TrainingState(
             iteration=iteration,

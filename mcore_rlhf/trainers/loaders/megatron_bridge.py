@@ -7,6 +7,7 @@ below it as in :mod:`.megatron`. It runs round a model of megatron-core's on a C
 
 from __future__ import annotations
 
+from mcore_rlhf.families.run_folders import RUN_CONFIG, TRAIN_STATE
 from mcore_rlhf.trainers.conditions import (
     OTHER_CLASS,
     asked,
@@ -40,7 +41,6 @@ from .megatron import (
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
-_CONFIG, _COUNTERS = "run_config.yaml", "train_state.pt"
 _COUNTED = (
     "step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "floating_point_operations_so_far", "do_train",
     "do_valid", "do_test",
@@ -50,12 +50,12 @@ _HF = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin
 
 def _argless(seen: Seen) -> object:
     """Nothing says how the run was laid out: neither its configuration, nor Megatron-LM's arguments: ``{file}``."""
-    return lacks(_CONFIG)(seen) and without(COMMON, "args")(seen)
+    return lacks(RUN_CONFIG)(seen) and without(COMMON, "args")(seen)
 
 
 def _counterless(seen: Seen) -> object:
     """Neither counters, nor arguments that have them."""
-    return lacks(_COUNTERS)(seen) and without(COMMON, "args")(seen)
+    return lacks(TRAIN_STATE)(seen) and without(COMMON, "args")(seen)
 
 
 def _is_adapter(seen: Seen) -> bool:
@@ -72,10 +72,10 @@ ROWS = rows_of(
         "AssertionError", "3723 (_load_base_checkpoint)",
         both(lacks("metadata.json"), lambda seen: seen.settings.get("checkpoint.ckpt_format", "ckpt_format") != "fsdp_dtensor"), True),
     Habit(ALL, _REFUSED, "{file} {wrong}: loading it fails", "3528 (_load_global_dist_base_checkpoint)",
-        broken("*.distcp", ".metadata", "common.pt", "metadata.json", _CONFIG)),
+        broken("*.distcp", ".metadata", "common.pt", "metadata.json", RUN_CONFIG)),
     Habit(ALL, _REFUSED, "{file} has no {key}: a TypeError", "3528 (_load_global_dist_base_checkpoint)",
         without("metadata.json", "sharded_backend"), True),
-    Habit(ALL, _REFUSED, f"neither {_CONFIG}, nor args in {{file}}: “Legacy checkpoint missing 'args'”",
+    Habit(ALL, _REFUSED, f"neither {RUN_CONFIG}, nor args in {{file}}: “Legacy checkpoint missing 'args'”",
         "378 (_extract_megatron_lm_args_from_state_dict)", _argless, True),
     Habit(ALL, _REFUSED, "{problem}: what is asked for and not listed ends the process with torch's CheckpointException",
         "3572 (_load_global_dist_base_checkpoint)", not_listed, True),
@@ -92,10 +92,11 @@ ROWS = rows_of(
         other_degrees),
     Habit(OF_OPTIMIZER, _REFUSED, "saved as {was}, loaded as {now}, and the optimizer lies as its buffers do: “not supported for "
         "DistributedOptimizer with sharding type dp_reshardable”", "2895 (_load_checkpoint_from_path)", both(lies_flat, other_degrees)),
-    Habit(WITH_OPTIMIZER, _ANEW, f"{_CONFIG} says save_optim: false: a fresh optimizer; a line says so",
+    Habit(WITH_OPTIMIZER, _ANEW, f"{RUN_CONFIG} says save_optim: false: a fresh optimizer; a line says so",
         "2904 (_load_checkpoint_from_path)",
         lambda seen: seen.held.args.get("no_save_optim") is True),
-    Habit(WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {_CONFIG} does not say so: torch's CheckpointException ends the process",
+    Habit(WITH_OPTIMIZER, _REFUSED, f"no optimizer is stored, and {RUN_CONFIG} does not say so: torch's "
+        "CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", lambda seen: not seen.held.problem and not seen.held.optimizer),
     Habit(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: torch's CheckpointException ends the process",
         "3572 (_load_global_dist_base_checkpoint)", unlisted(".metadata", BUCKETS, *OF_BUCKETS), True),
@@ -117,18 +118,18 @@ ROWS = rows_of(
         lambda seen: seen.held.scaler),
     Habit((Thing.SCALER,), _ABSENT, "none is stored; only fp16 has one", "3169 (_load_checkpoint_from_path)"),
     Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "{file} {wrong}: loading it fails", "3067 (_load_checkpoint_from_path)",
-        broken(_COUNTERS)),
+        broken(TRAIN_STATE)),
     Habit((Thing.COUNTERS, Thing.DATA), _REFUSED, "{file} has no {key}: a KeyError", "state.py (TrainState.load_state_dict)",
-        without(_COUNTERS, *_COUNTED), True),
-    Habit((Thing.COUNTERS, Thing.DATA), _ANEW, f"{_COUNTERS} is not there, and no args: the step is found in {{file}}, and samples are "
+        without(TRAIN_STATE, *_COUNTED), True),
+    Habit((Thing.COUNTERS, Thing.DATA), _ANEW, f"{TRAIN_STATE} is not there, and no args: the step is found in {{file}}, and samples are "
         "counted from 0; a line says the first alone", "3899 (_get_train_state_from_state_dict)", _counterless, True),
-    Habit((Thing.COUNTERS,), _RESTORED, f"{_COUNTERS}, or where it is not there Megatron-LM's args", "3067 (_load_checkpoint_from_path)",
+    Habit((Thing.COUNTERS,), _RESTORED, f"{TRAIN_STATE}, or where it is not there Megatron-LM's args", "3067 (_load_checkpoint_from_path)",
         ran=True),
     Habit((Thing.DATA,), _RESTORED, "consumed samples, by which its samplers go forward; Energon's loader has a place of its own in "
         "energon/ beside the steps", "1802 (maybe_load_dataloader_state)", ran=True),
-    Habit((Thing.RNG,), _ANEW, f"{_CONFIG} says save_rng: false: the seed's own states", "2846 (_load_checkpoint_from_path)",
+    Habit((Thing.RNG,), _ANEW, f"{RUN_CONFIG} says save_rng: false: the seed's own states", "2846 (_load_checkpoint_from_path)",
         lambda seen: seen.held.args.get("no_save_rng") is True),
-    Habit((Thing.RNG,), _REFUSED, f"no random states are stored, and {_CONFIG} does not say so: torch's CheckpointException",
+    Habit((Thing.RNG,), _REFUSED, f"no random states are stored, and {RUN_CONFIG} does not say so: torch's CheckpointException",
         "3572 (_load_global_dist_base_checkpoint)", lambda seen: not seen.held.problem and not seen.held.rng, True),
     Habit((Thing.RNG,), _REFUSED, "{file} has no {key}: it exits, with 0", "3253 (_load_checkpoint_from_path)",
         without((".metadata//rng_state/*",), *STREAMS, inside="0/")),

@@ -29,7 +29,7 @@ _MODEL = (
 
 
 def bridged(name: str, folder: Path) -> Path:
-    """megatron-core's own folder, with the arguments of the run as Bridge writes them."""
+    """megatron-core's own folder, with arguments and counters of the run as Bridge writes them."""
     root = Path(shutil.copytree(DIST / name, folder))
     (iteration,) = root.glob("iter_*")
     with edited(iteration / "common.pt") as common:
@@ -44,7 +44,7 @@ def bridged(name: str, folder: Path) -> Path:
     }
     ddp = {"use_distributed_optimizer": True, "overlap_grad_reduce": args.overlap_grad_reduce}
     (iteration / "run_config.yaml").write_text(yaml.safe_dump({"model": model, "ddp": ddp, "dataset": None}))
-    return root
+    return counted(root)
 
 
 @pytest.mark.parametrize("name", ["tp2pp2dp2_dp_reshardable", "tp2pp2dp2_fully_reshardable", "experts_ep2"])
@@ -81,7 +81,7 @@ def counted(root: Path, **changes: Any) -> Path:
 
 
 def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
-    root = counted(bridged("tp2pp2dp2_fully_reshardable", tmp_path / "run"))
+    root = bridged("tp2pp2dp2_fully_reshardable", tmp_path / "run")
     source = open_checkpoint(root, ReadOptions())
     counters = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
     assert [source.state.args[name] for name in counters] == [12, 1, 4]

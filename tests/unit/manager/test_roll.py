@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.catalog import MASTER, PARAM
-from mcore_rlhf.errors import CheckpointError, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Incomplete, Unsupported, UsageError
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
@@ -24,8 +24,10 @@ from mcore_rlhf.manager.convert_step import StepJob, convert_step
 from mcore_rlhf.manager.runs import goes_without, listed_steps
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.storage.manifest import STEP_MANIFEST
 from mcore_rlhf.trainers.resuming import Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.plain_load import plain_load, plain_save
 
 GOLDEN, STEP, ITERATION = Path(__file__).parents[2] / "goldens" / "trainers" / "roll", "checkpoint-3", "iter_0000001"
 WEIGHTS = f"{ITERATION}/mp_rank_00/model_optim_rng.pt"
@@ -122,6 +124,29 @@ def test_an_optimizer_of_its_own_file_is_looked_into(root: Path) -> None:
     shutil.copy(root / STEP / "scheduler.pt", root / STEP / ITERATION / "mp_rank_00" / "optimizer.pt")
     with pytest.raises(CheckpointError, match="0 of the 0 param groups"):
         open_checkpoint(root / STEP, ReadOptions())
+
+
+def test_a_plain_optimizer_of_each_rank_is_missed(root: Path, tmp_path: Path) -> None:
+    """One of several, and all of them, where the schedule is there, which ROLL saves with them."""
+    into_run(root / STEP, tmp_path / "new", tp=2, dp=1)
+    plain = WriteOptions(tp=2, dp=1, optimizer="plain", global_batch_size=4)
+    convert(root / STEP, tmp_path / "plain", ConvertOptions(to="megatron", fsync=False, write=plain))
+    step = tmp_path / "new" / STEP
+    shutil.rmtree(step / ITERATION / "dist_optimizer")
+    (step / STEP_MANIFEST).unlink()
+    files = [step / ITERATION / f"mp_rank_0{rank}" / "optimizer.pt" for rank in range(2)]
+    for file in files:
+        written = tmp_path / "plain" / "iter_0000004" / file.parent.name / "model_optim_rng.pt"
+        plain_save(plain_load(written)["optimizer"], file)
+    assert open_checkpoint(step, ReadOptions()).optimizer == "plain"
+    assert verify(step, ReadOptions(), Depth.DEEP).intact
+    files[1].unlink()
+    with pytest.raises(Incomplete, match=r"mp_rank_01/optimizer\.pt: missing, and other ranks have theirs"):
+        open_checkpoint(step, ReadOptions())
+    files[0].unlink()
+    assert "missing, the optimizer" in verify(step, ReadOptions()).problems.describe()
+    (step / "scheduler.pt").unlink()
+    assert verify(step, ReadOptions()).intact  # as save_only_model leaves it
 
 
 @pytest.mark.parametrize("called", ["best", "checkpoint-3-kept"])
