@@ -160,8 +160,8 @@ def _handed_on(item: Item, fact: Fact, holds: Inventory, said: Mapping[Item, Sai
     there = here in holds
     if told is None and not (there and (here is not fact.now or same(fact.value, holds[here]))):
         told = said.get(item._replace(name=ANY)) or said.get(fact.now._replace(name=ANY))
-        if told is None:
-            return fact._replace(said=None)
+        if told is None:  # of what was lost on the way nobody has to speak again
+            return fact._replace(said=fact.said if fact.said.fate in (Fate.LEFT, Fate.LOST) else None, now=None)
     worst = fact.said if told is None else max(fact.said, told, key=lambda one: WORSE.index(one.fate))
     return Fact(holds[here], worst, here) if there else Fact(fact.value, worst, None)
 

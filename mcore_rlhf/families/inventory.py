@@ -95,6 +95,11 @@ def inventory_of(source: Source) -> dict[Item, object]:
     return items if not source.origin else {**items, WAITING: source.origin}
 
 
+def random_states(source: Source) -> list[Item]:
+    """The random states of a source; none where it has none."""
+    return [item for item in inventory_of(source) if item.kind is Kind.RNG]
+
+
 def state_items(state: TrainingState) -> Iterator[tuple[Item, object]]:
     """The items of a training state: every argument, every field of the param groups, every key."""
     yield Item(Kind.VALUE, "iteration"), state.iteration

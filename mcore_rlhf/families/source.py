@@ -49,11 +49,11 @@ ITERATION: Rule[Values] = Rule(Fate.NOTE, "iteration {at}: {how}", dict)
 """Where the number is from, of a run whose files do not say it."""
 
 
-def note_frozen(names: Sequence[str], notes: Report) -> None:
-    """Say which parameters the optimizer has no states for."""
-    if names:
-        some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        notes.add(Fate.NOTE, f"{len(names)} parameters have no optimizer state and count as frozen: {some}")
+FROZEN: Rule[Sequence[str]] = Rule(
+    Fate.NOTE, "{count} parameters have no optimizer state and count as frozen: {names:3}{more}",
+    lambda names: {"count": len(names), "names": names, "more": ", …" if len(names) > 3 else ""} if names else None,
+)  # fmt: skip
+"""Of the parameters for which an optimizer has no states."""
 
 
 BASE_LRS, LAST_LRS, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"

@@ -17,7 +17,7 @@ from mcore_rlhf.storage.paths import SURROGATE, ReadablePath, canonical, human
 
 from .base import Format
 
-_SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
 _FACTORED, _LR = "exp_avg_sq_row", "lr"
 _WITH_RATE = frozenset({"weight_decay", "betas", "eps", "momentum"})
@@ -71,7 +71,7 @@ def _no_surprise(known: Format, folder: ReadablePath) -> Iterator[None]:
         raise Incomplete(
             f"{error.filename or folder}: is missing, and belongs to a checkpoint of format {known.name}"
         ) from error
-    except _SURPRISES as error:
+    except SURPRISES as error:
         last = extract_tb(error.__traceback__)[-1]
         raise Unforeseen(
             f"{folder}: cannot be read as {known.name}: {type(error).__name__} at {Path(last.filename).name}:{last.lineno}: {error}\n"

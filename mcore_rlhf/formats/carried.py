@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, same
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values, same
 from mcore_rlhf.errors import Incomplete, Problems
 from mcore_rlhf.families.fsdp.state import is_of_one
 from mcore_rlhf.families.inventory import WAITING, state_dict_of
@@ -256,14 +256,21 @@ def _beside_the_new_tag(source: Source, family: ModuleState, target: Target, row
     if world != len(rng) and made and source.optimizer is not None:
         at = source.state.iteration
         rng = new_states(at, world)
-        target.report.add(Fate.DERIVED, f"rng: new states for {of_ranks(world)}, from iteration {at}", *of_each)
+        target.report.through(
+            [_NEW_STATES], {"ranks": of_ranks(world), "at": at, **({"of": of_each} if of_each else {})}
+        )
     elif world != len(rng) and rng:
-        text = f"random states of {of_ranks(len(rng))}: the tag becomes one of {of_ranks(world)}, which begin with new ones"
-        target.report.add(Fate.LOST, text, *of_each)
+        target.report.through([_OTHER_WORLD], {"had": of_ranks(len(rng)), "ranks": of_ranks(world), "of": of_each})
         rng = ()
     trees |= {row.rng_name(rank, world): row.spelled(states) for rank, states in enumerate(rng)}
     target.report.through([_BESIDE_NEW], list(trees))
     target.files += tuple(TargetFile(name, partial(FileLayout.of_tree, tree)) for name, tree in trees.items())
+
+
+_NEW_STATES: Rule[Values] = Rule(Fate.DERIVED, "rng: new states for {ranks}, from iteration {at}", dict)
+_OTHER_WORLD: Rule[Values] = Rule(
+    Fate.LOST, "random states of {had}: the tag becomes one of {ranks}, which begin with new ones", dict
+)
 
 
 def _put_counters(source: Source, target: Target, row: RunFiles, like: str | None) -> bool:

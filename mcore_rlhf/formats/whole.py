@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
-from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Unsupported, Untrusted, shown
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Unsupported, Untrusted, shown
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, state_items
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
@@ -40,7 +39,7 @@ from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.sidecar import STATE, UNHELD, Sidecar, plain, sidecar_files
+from mcore_rlhf.families.sidecar import FOLDER, STATE, UNHELD, Sidecar, plain, sidecar_files
 from mcore_rlhf.families.source import Family, ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
@@ -50,6 +49,7 @@ from mcore_rlhf.storage.reading import ByteSource, opened, parse_json, read_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
+from .readback import Written, by_file, differences, surprised
 
 __all__ = [
     "PARAM", "Box", "Chunk", "Container", "DType", "ModuleState", "ParamGroup", "ReadablePath", "Record", "Shape", "Sidecar",
@@ -69,6 +69,10 @@ class WholeFormat(Format):
     own_sidecar = True
     takes = (Takes.DTYPE,)
     weights_alone: bool = False
+
+    def __init_subclass__(cls) -> None:
+        if cls.family not in _OPTIMIZER:
+            raise TypeError(f"{cls.__name__}: family is {cls.family!r}; it is one of {', '.join(_OPTIMIZER)}")
 
     @abstractmethod
     def stored(self, path: ReadablePath, role: str) -> Iterable[TensorEntry]:
@@ -152,27 +156,50 @@ class WholeFormat(Format):
         ]
         named = dict.fromkeys((*(record.file for record in records_of(entries)), *self.markers))
         files = tuple(self.file(path, file) for file in named)
-        own = None if (path / STATE).is_file() else self.run(path, entries)
-        return whole_source(self, path, Chunks.of(entries), files, options, own)
+        own, kept = self.run(path, entries), Sidecar.read(path, options.stubs, needed=True)
+        if own is not None and kept is not None:
+            _refuse_other(path, own, kept)
+        return whole_source(self, path, Chunks.of(entries), files, options, kept or own)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new folder."""
         report, alone = source.notes.for_target(), self.weights_alone
         view, tensors = whole_tensors(source, replace(options, no_optimizer=options.no_optimizer or alone))
         beside, held = ({}, weights_alone(source, options, report)) if alone else whole_sidecar(source, report)
-        entries = [*self.laid(tensors, source, options)]
-        parts = defaultdict[str, list[TensorEntry]](list)
-        for entry in entries:
-            of_file = defaultdict[str, list[Chunk]](list)
-            for chunk in entry.chunks:
-                of_file[chunk.record.file].append(chunk)
-            for file, chunks in of_file.items():
-                parts[file].append(replace(entry, chunks=tuple(chunks)))
-        files = tuple(TargetFile(file, partial(self._layout, file, of)) for file, of in parts.items())
-        return Target(self.name, view, files, report, texts={**self.texts(entries, source), **beside}, holds=held)
+        with surprised(self.name):
+            entries = [*self.laid(tensors, source, options)]
+            parts = by_file(entries)
+            containers = {file: self.container(file, of) for file, of in parts.items()}
+            made = Written(self.name, entries, containers, self.texts(entries, source))
+            kept = replace(source, state=replace(source.state, groups=())) if options.no_optimizer or alone else source
+            made.hold_against(tensors, kept, partial(self._again, list(parts), source.role), report)
+        files = tuple(TargetFile(file, partial(_layout, of, containers[file])) for file, of in parts.items())
+        return Target(self.name, view, files, report, texts={**made.texts, **beside}, holds=held)
 
-    def _layout(self, file: str, entries: Sequence[TensorEntry]) -> FileLayout:
-        return FileLayout(Chunks.of(entries), records_of(entries), self.container(file, entries))
+    def _again(self, files: Sequence[str], role: str, path: ReadablePath) -> tuple[list[TensorEntry], Sidecar | None]:
+        """What the reader makes of what the writer lays out."""
+        if not self.detect(path):
+            raise NotACheckpoint(f"nothing of it is called {' or '.join(self.markers)}")
+        entries = [*self.stored(path, role)]
+        for file in files:
+            self.file(path, file)
+        return entries, self.run(path, entries)
+
+
+def _refuse_other(root: ReadablePath, own: Sidecar, kept: Sidecar) -> None:
+    """What stands twice in a folder is the same: its framework may have written its own files since, which knows nothing of ours."""
+    if other := differences(own, kept)[1]:
+        listed = "".join(
+            f"\n  - {item}: {there} in the format's own files, {here} in {STATE}" for item, there, here in other
+        )
+        raise LayoutMismatch(
+            f"{root}: two places say different things:{listed}\n"
+            f"Where the run went on since, its own files are right: take {FOLDER}/ away. Otherwise one of the two was edited."
+        )
+
+
+def _layout(entries: Sequence[TensorEntry], container: Container) -> FileLayout:
+    return FileLayout(Chunks.of(entries), records_of(entries), container)
 
 
 def records_of(entries: Iterable[TensorEntry]) -> list[Record]:
@@ -233,7 +260,7 @@ def whole_source(
         LayoutMismatch: The arguments are those of another model.
         Unsupported: A name is none of Megatron's.
     """
-    beside, role = own or Sidecar.read(root, options.stubs, needed=True) or Sidecar(), options.role or "actor"
+    beside, role = own or Sidecar(), options.role or "actor"
     entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
     if others := {entry.name.role for entry in entries} - {role}:
         raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")

@@ -11,7 +11,7 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
-from mcore_rlhf.families.inventory import ELEMENTS, WAITING, value_items
+from mcore_rlhf.families.inventory import ELEMENTS, WAITING, random_states, value_items
 from mcore_rlhf.families.megatron.groups import Membership
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, NO_RNG, OF_RANKS, PER_RANK_KEYS, MegatronState
 from mcore_rlhf.families.module import CONFIG, ModuleState, read_config, scaler_of, static_scaler
@@ -320,7 +320,7 @@ _RULES: tuple[Rule[_InHuggingface], ...] = (
     Rule(Fate.CHANGED, "vocabulary rows {first}–{last} are Megatron's padding, and are cut", _InHuggingface.padding_cut),
     Rule(Fate.NOTE, "multi-token prediction: layer {0.described.sizes.layers} and further ones; transformers passes over them, and saves "
          "the model without", lambda s: s.described.sizes.mtp),
-    Rule(Fate.LOST, NO_RNG, lambda s: not s.source.state.release, [Item(Kind.RNG)]),  # nobody trains on with those of a release
+    Rule(Fate.LOST, NO_RNG, lambda s: not s.source.state.release and {"of": random_states(s.source)}),  # nobody trains on with a release's
     Rule(Reason.NO_RUN, of=[Item(Kind.RNG)]),
     Rule(Reason.OF_LAYOUT, of=[OF_RANKS[key] for key in PER_RANK_KEYS]),
     Rule(Fate.DERIVED, "as torch's optimizers keep it", of=[Item(Kind.GROUP), Item(Kind.OPTIMIZER), Item(Kind.SCALER)], told=False),

@@ -14,7 +14,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.lora.names import OF_ADAPTER
-from mcore_rlhf.families.source import ParamGroup, Source, note_frozen
+from mcore_rlhf.families.source import FROZEN, ParamGroup, Source
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.torch_values import SmallTensor
 
@@ -133,7 +133,7 @@ def without_frozen(source: Source) -> Source:
         return source
     there, notes = source.catalog, source.notes.copy()
     names = [name._replace(state=PARAM) if name.param in still else name for name in there.names]
-    note_frozen([name for name in listed if name in still], notes)
+    notes.through([FROZEN], [name for name in listed if name in still])
     trained = {_OF_EXPERT.sub(_ANY, name) for name in listed if name not in still}
     if idle := [
         name for name in listed if name in still and _OF_EXPERT.search(name) and _OF_EXPERT.sub(_ANY, name) in trained

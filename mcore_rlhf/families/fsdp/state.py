@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.facts import Fate, Rule
-from mcore_rlhf.families.source import ParamGroup, Source
+from mcore_rlhf.families.source import ITERATION, ParamGroup, Source
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state
 
 from .groups import STEP, completed
@@ -108,17 +109,20 @@ def iteration_of(
         notes.through([_OTHERWISE], [{"key": key, "said": said, "where": where, "named": named} for key, said in apart])
     unsaid = "since the folder does not say it"
     told = (
-        (Fate.NOTE, f"from {where}", named),
-        *((Fate.NOTE, f"from {'.'.join(path)}", _number(_at(rest, path))) for path in _COUNTERS),
-        (Fate.DERIVED, f"the scheduler's last_epoch, {unsaid}", _number((scheduler or {}).get(EPOCH))),
-        (Fate.DERIVED, f"the optimizer's step, {unsaid}",
+        (ITERATION, f"from {where}", named),
+        *((ITERATION, f"from {'.'.join(path)}", _number(_at(rest, path))) for path in _COUNTERS),
+        (_COUNTED, f"the scheduler's last_epoch, {unsaid}", _number((scheduler or {}).get(EPOCH))),
+        (_COUNTED, f"the optimizer's step, {unsaid}",
          _number(next((group.fields[STEP] for group in groups if STEP in group.fields), None))),
     )  # fmt: skip
-    for fate, how, found in told:
+    for rule, how, found in told:
         if found is not None:
-            notes.add(fate, f"iteration {found}: {how}")
+            notes.through([rule], {"at": found, "how": how})
             return found
     return 0
+
+
+_COUNTED = replace(ITERATION, fate=Fate.DERIVED)
 
 
 def _at(value: Any, path: tuple[str, ...]) -> object:

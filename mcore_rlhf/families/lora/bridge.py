@@ -18,7 +18,7 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.core.shares import Share
 from mcore_rlhf.errors import LayoutMismatch, Problems, UsageError
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
-from mcore_rlhf.families.inventory import OF_OPTIMIZER
+from mcore_rlhf.families.inventory import OF_OPTIMIZER, random_states
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, NO_RNG, MegatronState
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import WriteOptions
@@ -210,8 +210,7 @@ class _Joined(NamedTuple):
 
     def rng(self) -> Values | None:
         """Random states, of which nobody speaks yet where there is no base."""
-        items = [item for item in self.source.family.inventory() if item.kind is Kind.RNG]
-        return {"of": items} if self.alone else None
+        return {"of": random_states(self.source)} if self.alone else None
 
 
 _OF_ADAPTERS = (*OF_OPTIMIZER, Item(Kind.SCHEDULER))

@@ -43,7 +43,7 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import OF_ROLLS_LORA, PEFT_CONFIG, adapted_step, named_step, refuse_unadapted
-from mcore_rlhf.families.source import ITERATION, ParamGroup, Source, TrainingState, note_frozen
+from mcore_rlhf.families.source import FROZEN, ITERATION, ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import EMBEDDING, OUTPUT, in_registration_order
@@ -198,7 +198,7 @@ def read_megatron(path: ReadablePath, options: ReadOptions) -> Source:
     finder = PartitionFinder(run.args, run.parallel, options.rules, run.shards, notes, unknown)
     model = _model(run, finder.specs([name for name in order if name in holders], holders), optimizer.frozen, options)
     check_against_arguments(run.args, run.args_file, model, run.chunks, run.parallel)
-    note_frozen(sorted(optimizer.frozen), notes)
+    notes.through([FROZEN], sorted(optimizer.frozen))
     state = training_state(run.shards, run.located, optimizer.groups, notes)
     if adapted_step(located.folder) is not None:
         state = _as_adapted(state, run, notes)

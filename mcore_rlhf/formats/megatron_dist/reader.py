@@ -48,7 +48,7 @@ from mcore_rlhf.families.megatron.state import (
 )
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import TRAIN_STATE, counted_above, named_step
-from mcore_rlhf.families.source import ITERATION, Source, TrainingState, note_frozen, open_bytes
+from mcore_rlhf.families.source import FROZEN, ITERATION, Source, TrainingState, open_bytes
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import model_chunks
@@ -413,7 +413,7 @@ class _DistReader:
         if self.optimizer.kind is None:
             return model
         frozen = [spec.name for spec in model.params if spec.trainable and spec.name not in trained]
-        note_frozen(frozen, self.notes)
+        self.notes.through([FROZEN], frozen)
         params = ((spec.name, len(spec.global_shape)) for spec in model.params if spec.name in trained)
         apart = self.args.experts_apart(self.parallel)
         membership = Membership(self.args, self.options.rules)

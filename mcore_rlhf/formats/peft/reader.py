@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate
+from mcore_rlhf.core.facts import Fate, Rule
 from mcore_rlhf.errors import Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
 from mcore_rlhf.families.lora.base_model import SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, read_adapter_config
@@ -77,7 +77,7 @@ def read_peft(path: ReadablePath, options: ReadOptions) -> Source:
         files=files,
         states=(),
         optimizer=None,
-        notes=_notes(config, path),
+        notes=Report.of(_BESIDE, (config.values, path)),
         family=ModuleState(order=tuple(spec.name for spec in specs)),
     )
 
@@ -126,20 +126,14 @@ def _state(config: AdapterConfig, origin: SavedAdapter) -> TrainingState:
     return TrainingState(origin.iteration, release=origin.iteration == 0, other={CARRIED: carried})
 
 
-def _notes(config: AdapterConfig, path: ReadablePath) -> Report:
-    notes = Report()
-    base = config.values.get("base_model_name_or_path")
-    notes.add(
-        Fate.NOTE,
-        f"an adapter of rank {config.values.get('r')}, alpha {config.values.get('lora_alpha')}, for {base or 'a base that is not named'}",
-    )
-    if (path / _ENGINE_STATE).is_file():
-        notes.add(
-            Fate.LOST,
-            f"{_ENGINE_STATE} beside the adapter, with its optimizer and whatever else was trained, such as a value head: only "
-            "AdapterEngine loads it, and no conversion reads it",
-        )
-    return notes
+_BESIDE: Sequence[Rule[tuple[Mapping[str, object], ReadablePath]]] = [
+    Rule(Fate.NOTE, "an adapter of rank {rank}, alpha {alpha}, for {base}",
+         lambda asked: {"rank": asked[0].get("r"), "alpha": asked[0].get("lora_alpha"),
+                        "base": asked[0].get("base_model_name_or_path") or "a base that is not named"}),
+    Rule(Fate.LOST, f"{_ENGINE_STATE} beside the adapter, with its optimizer and whatever else was trained, such as a value head: only "
+         "AdapterEngine loads it, and no conversion reads it", lambda asked: (asked[1] / _ENGINE_STATE).is_file()),
+]  # fmt: skip
+"""Of an adapter's settings, and its folder."""
 
 
 def _layers(tensors: Iterable[AdapterTensor]) -> int:

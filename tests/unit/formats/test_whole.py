@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Incomplete, Untrusted
+from mcore_rlhf.errors import Incomplete, LayoutMismatch, Untrusted
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.whole import (
@@ -128,6 +129,125 @@ def test_it_goes_to_others_with_all_that_its_own_files_say(dealt: Path, tmp_path
     job = convert(dealt, tmp_path / "there", ConvertOptions(to=to, fsync=False))
     assert job.account.unaccounted == ()
     assert job.account.lost == []
+
+
+def _index(format_: WholeFormat, change: Callable[[dict[str, Any]], object]) -> None:
+    """Let a format write something else into its index."""
+    own = format_.texts
+
+    def texts(entries: Sequence[TensorEntry], source: Source) -> dict[str, str | bytes]:
+        run = json.loads(own(entries, source)[RUN])
+        change(run)
+        return {RUN: json.dumps(run)}
+
+    format_.texts = texts  # type: ignore[method-assign]
+
+
+def _laid(format_: WholeFormat, change: Callable[[TensorEntry], TensorEntry | None]) -> None:
+    """Let a format lay its tensors otherwise."""
+    own = format_.laid
+
+    def laid(tensors: Any, source: Source, options: WriteOptions) -> Iterator[TensorEntry]:
+        return (made for entry in own(tensors, source, options) if (made := change(entry)) is not None)
+
+    format_.laid = laid  # type: ignore[method-assign]
+
+
+def _stored(format_: WholeFormat, change: Callable[[TensorEntry], TensorEntry | None]) -> None:
+    own = format_.stored
+    format_.stored = lambda path, role: (e for e in map(change, own(path, role)) if e is not None)  # type: ignore[method-assign]
+
+
+def _cast(entry: TensorEntry, state: str, dtype: str) -> TensorEntry:
+    if entry.name.state != state:
+        return entry
+    chunks = (replace(c, record=replace(c.record, dtype=dtype_of(dtype))) for c in entry.chunks)
+    return replace(entry, dtype=dtype_of(dtype), chunks=tuple(chunks))
+
+
+def _swap(entry: TensorEntry) -> TensorEntry:
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}.get(entry.name.state, entry.name.state)
+    return replace(entry, name=entry.name._replace(state=other))
+
+
+MISTAKES: dict[str, tuple[Callable[[WholeFormat], object], str]] = {
+    "a step that the source has not": (lambda f: _index(f, lambda run: run.update(step=9)), "value iteration: run says '9', and it is '2'"),
+    "a group's rate": (lambda f: _index(f, lambda run: run["groups"][0].update(lr=7)), "param group lr: run says "),
+    "members of a group": (lambda f: _index(f, lambda run: run["groups"][0]["params"].pop()), "param group parameters: run says "),
+    "a name that is not written": (lambda f: _index(f, lambda run: run.pop("tied")), "KeyError at test_whole.py:"),
+    "a shape": (
+        lambda f: _index(f, lambda run: run["tensors"][0].__setitem__(2, [9, 9])), "as stored gives it, [0:16, 0:9] lies outside",
+    ),
+    "a type": (lambda f: _index(f, lambda run: run["tensors"][0].__setitem__(3, "float16")), "laid says float32, and stored says float16"),
+    "a place": (lambda f: _index(f, lambda run: run["tensors"][0][4][0].__setitem__(3, 999)), "elsewhere than laid puts them"),
+    "states the other way round": (lambda f: _stored(f, _swap), "elsewhere than laid puts them"),
+    "a state that is passed over": (lambda f: _stored(f, lambda e: e if e.name.state != "exp_avg" else None), "stored does not give it"),
+    "a weight that is left out": (
+        lambda f: _laid(f, lambda e: e if e.name[1:] != ("model.norm.weight", "param") else None), "given, and not laid",
+    ),
+    "half of a tensor": (lambda f: _laid(f, lambda e: replace(e, chunks=e.chunks[:1])), "elements are stored nowhere"),
+    "another shape": (
+        lambda f: _laid(f, lambda e: replace(e, global_shape=(*e.global_shape, 1))), "and it is (48, 16)",
+    ),
+    "a type that rounds": (lambda f: _laid(f, lambda e: _cast(e, "exp_avg", "float16")), "laid says float16, and it is to be float32"),
+    "no index": (lambda f: setattr(f, "texts", lambda entries, source: {}), "nothing of it is called run.json"),
+    "an index that is none": (lambda f: setattr(f, "texts", lambda entries, source: {RUN: 7}), "fails at what it is to write: "),
+    "a head that no reader skips": (lambda f: setattr(f, "head", lambda records: HEAD + b" "), "elsewhere than laid puts them"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_format_that_does_not_read_what_it_writes_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mistake: str
+) -> None:
+    """All of it was written, and most of it was found out by nobody: the sidecar beside hid it."""
+    change, words = MISTAKES[mistake]
+    form = DealtFormat()
+    change(form)
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
+    with pytest.raises(LayoutMismatch, match=r"^format dealt ") as refused:
+        convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    assert words in str(refused.value)
+    assert not (tmp_path / "dealt").exists()
+
+
+def test_what_a_formats_own_files_leave_out_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``plain`` leaves out what is no plain value, and the sidecar has it: nobody heard that the framework finds none."""
+    form = DealtFormat()
+    _index(form, lambda run: [group.pop("betas") for group in run["groups"]])
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
+    job = convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    (said,) = [text for _, text in job.report.lines if "in mcore_rlhf/ alone, since files of dealt itself" in text]
+    assert "param groups betas, step" in said
+    assert job.account.unaccounted == ()
+    states = DealtFormat()
+    own = states.laid
+    less = lambda tensors, *of: own([one for one in tensors if one[0].state != "exp_avg_sq"], *of)  # noqa: E731
+    monkeypatch.setattr(states, "laid", less)
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS[:-1], states))
+    job = convert(GOLDEN, tmp_path / "no-moment", ConvertOptions(to="dealt", fsync=False))
+    assert "exp_avg_sq: format dealt lays out none of it" in job.account.lost
+    assert job.account.unaccounted == ()
+
+
+def test_a_folder_whose_framework_went_on_in_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own files had the new step, and what lies beside was taken: the old one's."""
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
+    convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    (tmp_path / "dealt" / MANIFEST_NAME).unlink()
+    run = json.loads((tmp_path / "dealt" / RUN).read_text())
+    (tmp_path / "dealt" / RUN).write_text(json.dumps({**run, "step": 9}))
+    with pytest.raises(
+        LayoutMismatch, match=r"value iteration: '9' in the format's own files, '2' in mcore_rlhf/state"
+    ):
+        registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
+    shutil.rmtree(tmp_path / "dealt" / "mcore_rlhf")
+    assert registry.open_checkpoint(tmp_path / "dealt", ReadOptions()).state.iteration == 9
+
+
+def test_a_family_that_there_is_none_of_is_no_format() -> None:
+    with pytest.raises(TypeError, match="family is 'hf'; it is one of megatron, module"):
+        type("Other", (DealtFormat,), {"family": "hf"})
 
 
 def _told(folder: Path, **places: Any) -> None:
