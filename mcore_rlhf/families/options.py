@@ -75,6 +75,7 @@ class RunOf:
         beside: What is called how beside the tag of DeepSpeed's files; None where nothing lies there.
         shift: What is added to the source's iteration, where one of the two trainers has numbered it from 0.
         number: Which of several models it is whose files lie in one folder, from 0.
+        trained: How many of those before it have an optimizer.
     """
 
     name: str = ""
@@ -88,6 +89,7 @@ class RunOf:
     beside: RunFiles | None = None
     shift: int = 0
     number: int = 0
+    trained: int = 0
 
     @property
     def adapted(self) -> bool:
