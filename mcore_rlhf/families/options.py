@@ -76,6 +76,7 @@ class RunOf:
         shift: What is added to the source's iteration, where one of the two trainers has numbered it from 0.
         step: The number of the step where that is not DeepSpeed's count of updates; zero where nobody says.
         number: Which of several models it is whose files lie in one folder, from 0.
+        trained: How many of those before it have an optimizer.
     """
 
     name: str = ""
@@ -90,6 +91,7 @@ class RunOf:
     shift: int = 0
     step: int = 0
     number: int = 0
+    trained: int = 0
 
     @property
     def adapted(self) -> bool:

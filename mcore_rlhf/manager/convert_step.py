@@ -121,17 +121,17 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
         raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
     left_out = [role for role in source.models if role and role not in step.models]
     around = Beside() if trainer is None else beside(step, trainer, left_out)
-    problems, jobs = _unfit_values(step), {}
+    problems, jobs, trained = _unfit_values(step), dict[str, Job](), 0
     for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
         wanted = {} if asked is None else {"wanted_of": partial(values_of, around, asked, done)}
         try:
             reading = replace(like_of(options, role), read=step.reading(role))
             if trainer is not None and trainer.several:
-                reading = replace(
-                    reading, write=replace(reading.write, run_of=replace(reading.write.run_of, number=number))
-                )
+                of = replace(reading.write.run_of, number=number, trained=trained)
+                reading = replace(reading, write=replace(reading.write, run_of=of))
             jobs[role] = prepare(folder, reading, by_parts=by_parts, **wanted)
+            trained += jobs[role].source.optimizer is not None and not reading.write.no_optimizer
         except CheckpointError as error:
             problems.add(type(error), f"{role}: {error}")
     problems.raise_if_any()

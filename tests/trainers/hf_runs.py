@@ -184,13 +184,14 @@ def imported(folder: Path) -> None:
         )
 
 
-def accelerated(trained: Any, save: Path | None = None, resume: Path | None = None) -> Seen:
+def accelerated(trained: Any, save: Path | None = None, resume: Path | None = None, *, scheduled: bool = True) -> Seen:
     """Train with a loop of one's own around accelerate.
 
     Args:
         trained: The model.
         save: Where ``save_state`` goes at half of the steps; None for nowhere.
         resume: What ``load_state`` takes.
+        scheduled: Whether there is a schedule.
     """
     from accelerate import Accelerator
 
@@ -198,16 +199,17 @@ def accelerated(trained: Any, save: Path | None = None, resume: Path | None = No
     with on_cpu():
         accelerator = Accelerator(cpu=True)
         optimizer = torch.optim.AdamW(_groups(trained), lr=1e-2, betas=(0.9, 0.95))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        trained, optimizer, schedule = accelerator.prepare(trained, optimizer, schedule)
+        schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))] if scheduled else []
+        trained, optimizer, *schedules = accelerator.prepare(trained, optimizer, *schedules)
         if resume is not None:
             accelerator.load_state(str(resume))
         for step in range(0 if resume is None else HALF, STEPS):
             loss = trained(**_batch(_data()[2 * step : 2 * step + 2])).loss
             accelerator.backward(loss)
-            seen.append((loss.item(), *schedule.get_last_lr(), torch.rand(()).item()))
-            optimizer.step()
-            schedule.step()
+            rates = [group["lr"] for group in optimizer.param_groups]
+            seen.append((loss.item(), *rates, torch.rand(()).item()))
+            for one in (optimizer, *schedules):
+                one.step()
             optimizer.zero_grad()
             if save is not None and step + 1 == HALF:
                 accelerator.save_state(str(save))
@@ -228,24 +230,28 @@ def actor_and_critic(
 
     Args:
         save, resume: See :func:`accelerated`.
-        of: Which.
+        of: Which, in the order in which they are prepared; a ``reference`` or a ``reward`` model among them has no optimizer, and of it the
+            mean of what it gives is seen.
     """
     from accelerate import Accelerator
 
     seen: Seen = []
     with on_cpu():
         accelerator, seed = Accelerator(cpu=True), 1 if resume is None else 9
-        made = {"actor": model(seed, tie_word_embeddings=False), "critic": critic(seed)}
+        actors, critics = {"actor": seed, "reference": seed + 50}, {"critic": seed, "reward": seed + 50}
+        made = {name: model(own, tie_word_embeddings=False) for name, own in actors.items()}
+        made |= {name: critic(own) for name, own in critics.items()}
         models = [made[role] for role in of]
         rates = {"actor": 1e-2, "critic": 2e-2}
         optimizers = [
             torch.optim.AdamW(_groups(made[role]) if role == "actor" else made[role].parameters(), lr=rates[role])
             for role in of
+            if role in rates
         ]
         schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers]
         prepared = accelerator.prepare(*models, *optimizers, *schedules)
-        count = len(of)
-        models, steppers = prepared[:count], prepared[count:]
+        count = len(optimizers)
+        models, steppers = prepared[: len(of)], prepared[len(of) :]
         if resume is not None:
             accelerator.load_state(str(resume))
         for step in range(0 if resume is None else HALF, STEPS):
@@ -254,7 +260,8 @@ def actor_and_critic(
             for role, trained in zip(of, models, strict=True):
                 found = trained(**batch) if role == "actor" else trained(input_ids=batch["input_ids"])
                 losses.append(found.loss if role == "actor" else (found.logits - 0.5).square().mean())
-                accelerator.backward(losses[-1])
+                if role in rates:
+                    accelerator.backward(losses[-1])
             seen.append((*(loss.item() for loss in losses), *(one.get_last_lr()[0] for one in steppers[count:])))
             for one in steppers:
                 one.step()

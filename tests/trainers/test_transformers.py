@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load_file
 
 from mcore_rlhf.convert import ConvertOptions, Job, convert
+from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Unportable, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.formats.registry import open_checkpoint
@@ -245,6 +246,52 @@ def test_accelerate_goes_on_with_two_models_that_we_wrote_together(of: tuple[str
     assert all(verify(back, ReadOptions(role=role)).intact for role in of)
 
 
+SOME_TRAINED = {
+    "reward first": (("reward", "actor"), ("critic", "actor"), ""),
+    "reference in between": (
+        ("actor", "reference", "critic"),
+        ("actor", "model_1", "critic"),
+        "those of model and model_2 or",
+    ),
+    "reference last": (("actor", "reference"), ("actor", "model_1"), "those of model or model_1: the first is taken"),
+}
+
+
+@pytest.mark.parametrize("name", SOME_TRAINED)
+def test_accelerate_goes_on_where_fewer_are_trained_than_it_prepared(name: str, tmp_path: Path) -> None:
+    """Optimizers are counted on their own: those of models had the models' numbers, under which ``load_state`` does not look."""
+    of, roles, doubt = SOME_TRAINED[name]
+    saved, there, back = tmp_path / "step_2", tmp_path / "there", tmp_path / "back"
+    whole = actor_and_critic(save=saved, of=of)
+    step = find(saved, ReadOptions())
+    assert (*step.models,) == roles
+    for role, made in zip(roles, of, strict=True):
+        source = open_checkpoint(saved, ReadOptions(role=role))
+        assert (source.optimizer is None) == (made in ("reference", "reward"))
+        told = [text for fate, text in source.notes.lines if fate is Fate.DERIVED and "fewer optimizers" in text]
+        assert [doubt in text for text in told] == ([True] if doubt and made != "critic" else [])
+        assert verify(saved, ReadOptions(role=role)).intact
+    assert forecast(saved, loader_named("accelerate")[0], Settings(), None).resumes
+    done = convert_step(step, there, ConvertOptions(to="dcp", fsync=False, workers=1))
+    assert {*done.jobs} == {*roles}
+    options = ConvertOptions(to="accelerate", fsync=False, workers=1, write=WriteOptions(like=str(saved)))
+    written = Path(str(convert_step(find(there, ReadOptions()), back, options).published))
+    assert {path.name for path in written.glob("*.bin")} == {path.name for path in saved.glob("*.bin")}
+    assert actor_and_critic(resume=written, of=of) == whole[HALF:]
+
+
+def test_an_optimizer_is_the_model_of_its_number_where_a_user_gave_it_one(tmp_path: Path) -> None:
+    saved = tmp_path / "step_2"
+    actor_and_critic(save=saved, of=("reference", "actor"))
+    assert open_checkpoint(saved, ReadOptions(role="model_1")).optimizer is None
+    for name in ("optimizer", "scheduler"):
+        (saved / f"{name}.bin").rename(saved / f"{name}_1.bin")
+    assert open_checkpoint(saved, ReadOptions(role="actor")).optimizer is None
+    found = open_checkpoint(saved, ReadOptions(role="model_1"))
+    assert found.optimizer == "torch"
+    assert not [text for fate, text in found.notes.lines if "fewer optimizers" in text]
+
+
 def test_roles_and_descriptions_of_several_models_come_back(tmp_path: Path) -> None:
     """No file of accelerate's says them: the manifest does, and what is a further model's alone has a folder of its own."""
     saved, mine = tmp_path / "step_2", tmp_path / "mine" / "global_step_2"
@@ -270,6 +317,16 @@ def test_roles_and_descriptions_of_several_models_come_back(tmp_path: Path) -> N
             assert all(
                 value == json.loads(before)[key] for key, value in json.loads(after).items() if key not in differing
             )
+
+
+def test_will_resume_knows_a_script_without_a_schedule(tmp_path: Path) -> None:
+    """``load_state`` opens no ``scheduler.bin`` then; it was said to stop there."""
+    saved = tmp_path / "step_2"
+    whole = accelerated(model(1), save=saved, scheduled=False)
+    assert accelerated(model(9), resume=saved, scheduled=False) == whole[HALF:]
+    found = forecast(saved, loader_named("accelerate")[0], Settings(), None)
+    assert found.resumes
+    assert [one.row.outcome for one in found.roles[""] if one.thing is Thing.SCHEDULER] == [Outcome.ABSENT]
 
 
 def test_accelerate_looks_for_one_file_of_weights(tmp_path: Path) -> None:

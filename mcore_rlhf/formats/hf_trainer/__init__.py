@@ -76,18 +76,22 @@ class HfRunFormat(Format):
         """Describe a new checkpoint."""
         from .writer import run_target
 
-        number = options.run_of.number
-        return run_target(
-            source, options, self._model(number), self._model(self._shown(options.like, source.role, number))
-        )
+        run = options.run_of
+        one = self._model(run.number, self.files.of_model(run.trained))
+        return run_target(source, options, one, self._shown(options.like, source.role, run.number))
 
-    def _model(self, number: int) -> OneModel:
-        if not number or self.numbered is None:
-            return OneModel(self.files, self.weights)
-        return OneModel(self.files.of_model(number), (self.numbered(number), *self.weights[1:]), number)
+    def _model(self, number: int, files: RunFiles) -> OneModel:
+        own = self.weights[0] if not number or self.numbered is None else self.numbered(number)
+        return OneModel(files, (own, *self.weights[1:]), number)
 
-    def _shown(self, like: str | None, role: str, number: int) -> int:
+    def _shown(self, like: str | None, role: str, number: int) -> OneModel:
         """Which model of the step that shows how the run is has a role; the one of the same number where none has it."""
         folder = Path(like or "").expanduser()
         roles = [*self.roles(folder)] if like is not None and folder.is_dir() else []
-        return roles.index(role) if role in roles else number
+        found = roles.index(role) if role in roles else number
+        if roles and self.numbered is not None:
+            from .several import optimizer_files, ways_to_train
+
+            ways = ways_to_train(folder, ReadOptions(), self.files, roles, self.numbered)
+            return self._model(found, optimizer_files(self.files, found, ways))
+        return self._model(found, self.files.of_model(found))

@@ -1,7 +1,8 @@
 """Several models in one folder, as an Accelerator saves what it prepared: each has its number in the names of its files.
 
-No file says what a model is for, nor which optimizer trains which: those have one number that a script prepared in one order.
-Source: accelerate 1.15.0, ``checkpointing.py`` (``save_accelerator_state``), ``accelerator.py`` (``save_state``).
+No file says what a model is for, nor which optimizer trains which: each are counted in the order in which a script prepared them, and what
+is not trained, as a reference or a reward model, has no optimizer.
+Source: accelerate 1.15.0, ``checkpointing.py`` (``save_accelerator_state``), ``accelerator.py`` (``save_state``, ``prepare_model``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import combinations
 
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, Unsupported
@@ -119,21 +121,81 @@ def read_one(
             f"{path}: has {len(roles)} models and {optimizers} optimizers; no file says which trains what\n"
             "--no-optimizer takes the weights alone."
         )
-    own = files.of_model(number)
+    ways = ways_to_train(path, options, files, roles, weights) if options.optimizer else []
+    own = optimizer_files(files, number, ways)
     source = read_run(path, replace(options, role=role), own, weights(number), several=True)
-    others = [StoredFile.at(path, name) for name in _of_others(path, files, number, len(roles))]
-    text = f"model{numbered(number)} of {len(roles)}, and its optimizer is {own.optimizer}, if a script prepared both in one order"
+    opened = {file.path for file in source.files}
+    others = [StoredFile.at(path, name) for name in _of_others(path, files, number, len(roles)) if name not in opened]
+    trained = f"its optimizer is {own.optimizer}" if source.optimizer is not None else "it has no optimizer"
+    text = f"model{numbered(number)} of {len(roles)}, and {trained}, if a script prepared both in one order"
     source.notes.add(Fate.NOTE, f"{role}: {text}; no file says what a model is for")
+    if len({way.index(number) if number in way else None for way in ways}) > 1:
+        source.notes.add(Fate.DERIVED, f"{role}: {_AMBIGUOUS.format(' or '.join(map(_models, ways)))}")
     return replace(source, files=(*source.files, *others))
 
 
+_AMBIGUOUS = (
+    "there are fewer optimizers than models, and by the shapes of their states they are those of {}: the first is taken. Where that is "
+    "wrong, give each optimizer and schedule the number of its model, in a copy of the step: optimizer_1.bin, scheduler_1.bin"
+)
+
+
+def _models(way: Sequence[int]) -> str:
+    return " and ".join(f"model{numbered(number)}" for number in way)
+
+
+def optimizer_files(files: RunFiles, number: int, ways: Sequence[Sequence[int]]) -> RunFiles:
+    """What the optimizer and the schedule of a model are called, nothing where it has none.
+
+    Args:
+        files: What the first ones are called.
+        number: The model's.
+        ways: See :func:`ways_to_train`; the first is taken, and without one they have the models' numbers.
+    """
+    if not ways:
+        return files.of_model(number)
+    return files.of_model(ways[0].index(number)) if number in ways[0] else replace(files, optimizer="", scheduler="")
+
+
+def ways_to_train(
+    path: ReadablePath, options: ReadOptions, files: RunFiles, roles: Sequence[str], weights: Numbered
+) -> list[tuple[int, ...]]:
+    """Of which models, in their order, the optimizers of a folder may be that has fewer, as the shapes of their states are.
+
+    None where they have the models' numbers: where there is one for each, or some numbers between are free. Nor where no way is right: who
+    opens the model hears what is wrong with it. The first way has those that come first.
+
+    Args:
+        path: The folder.
+        options: How it is opened.
+        files: What the first model's files are called.
+        roles: Whose models it has.
+        weights: Gives the format of the weights of a number.
+    """
+    numbers, count = range(len(roles)), _count(path, _OPTIMIZER)
+    if count >= len(roles) or not all((path / files.of_model(at).optimizer).is_file() for at in range(count)):
+        return []
+
+    @cache
+    def fits(at: int, number: int) -> bool:
+        own = replace(options, role=roles[number])
+        try:
+            return read_run(path, own, files.of_model(at), weights(number), several=True).optimizer is not None
+        except CheckpointError:
+            return False
+
+    return [way for way in combinations(numbers, count) if all(fits(at, number) for at, number in enumerate(way))]
+
+
 def _of_others(path: ReadablePath, files: RunFiles, number: int, count: int) -> list[str]:
-    """Files of the other models."""
+    """Files of the other models, and all optimizers and schedules."""
     found = []
-    for other in (one for one in range(count) if one != number):
+    for other in range(count):
         named = files.of_model(other)
-        weights = (f"{stem}{numbered(other)}.{end}" for stem, end in _WEIGHTS)
+        weights = [f"{stem}{numbered(other)}.{end}" for stem, end in _WEIGHTS if other != number]
         found += [name for name in (*weights, named.optimizer, named.scheduler) if (path / name).is_file()]
+        if other == number:
+            continue
         if place := place_of_model(other):
             found += [place + name for name in files_below(path / place)] if (path / place).is_dir() else []
         else:

@@ -53,6 +53,15 @@ def _alone(gone: str, there: str) -> Callable[[Seen], object]:
     return when
 
 
+def _unscheduled(seen: Seen) -> bool:
+    """The script has no schedule: each of torch's leaves ``initial_lr`` in the groups (2.13.0, ``optim/lr_scheduler.py``)."""
+    groups = [
+        key for name in seen.matching("optimizer.bin") for key in seen.keys(name) if key.startswith("param_groups/")
+    ]
+    rated = any(key.endswith("/initial_lr") for key in groups)
+    return bool(groups) and not rated and not seen.has("scheduler*.bin", "optimizer_*.bin")
+
+
 ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
     "accelerate 1.15.0, checkpointing.py:",
     Habit((Thing.WEIGHTS, *OF_OPTIMIZER), _REFUSED, OTHER_BACKEND, "239", other_backend(_BACKENDS, "distributed_type"), True),
@@ -82,6 +91,8 @@ ROWS = deepspeed.IN_A_TAG + accelerate_fsdp.ROWS + rows_of(
         stateless("optimizer*.bin"), True),
     Habit(OF_OPTIMIZER, _RESTORED, "by position: the run must give its parameters in the same order", "255", ran=True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} {wrong}: loading it fails", "263", broken("scheduler*.bin"), True),
+    Habit((Thing.SCHEDULER,), _ABSENT, "no scheduler.bin, and no schedule has been at the optimizer: its groups have no initial_lr", "263",
+        _unscheduled, True),
     Habit((Thing.SCHEDULER,), _REFUSED, "scheduler.bin is not there; it is opened where the script prepared a scheduler", "263",
         lacks("scheduler.bin"), True),
     Habit((Thing.SCHEDULER,), _REFUSED, "{file} is not there, and {there} is: it is opened where the script prepared one for each", "263",
