@@ -61,7 +61,8 @@ TRAINER = Trainer(
         {"epoch": "epoch", "epoch_step": "of_epoch", "global_step": "number", "steps_per_epoch": "per_epoch"},
     ),
     made={f"{RECOVER_INFO}/{name}": content for name, content in _MADE.items()},
-    made_says="weights for serving and an evaluation every epoch, a recover checkpoint every 10 steps, whatever the configuration says; --like RUN gives those of one",
+    made_says="weights for serving and an evaluation every epoch, a recover checkpoint every 10 steps, whatever the configuration says; "
+    "--like RUN gives those of one",
     second_group=(),
     formats=("dcp", "megatron-dist"),
     parts=(_PARTS,),
