@@ -163,8 +163,8 @@ RESUMED = """
 `make test-trainers` has each trainer's own code save a run, and another's own code load what became of it, directly and by a Megatron run
 of TP 2 (verl 0.9.1, OpenRLHF 0.11.2, RLinf a3816b5, NeMo-RL 7ea279a with DTensor v1, open-instruct e6c3044; a small Qwen2 in fp32 on two
 CPU processes). The losses of the next two steps, on the same batches, are those that the run itself saw; DeepSpeed adds gradients up in
-another order than FSDP. The learning rates are the same too. `transformers`, `accelerate` and `torchtitan` go on with equal losses from their own runs that
-were another format's in between; so does TRL's GRPOTrainer, where its `rng_state.pth` is put back by hand.
+another order than FSDP. The learning rates are the same too. `transformers`, `accelerate` and `torchtitan` go on with equal losses
+from their own runs that were another format's in between; so does TRL's GRPOTrainer, where its `rng_state.pth` is put back by hand.
 
 """
 
