@@ -67,7 +67,7 @@ def is_for_muon(name: str, shape: Shape) -> bool:
     return len(shape) >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
 
 
-_OF_RANKS: Rule[ModuleState] = Rule(
+OF_RANKS: Rule[ModuleState] = Rule(
     Fate.LOST, "random states of {count}: only transformers' and accelerate's own files have a place for them",
     lambda own: {"count": of_ranks(len(own.rng)), "of": [rng_item(rank) for rank in range(len(own.rng))]} if own.rng else None,
 )  # fmt: skip
@@ -106,7 +106,7 @@ class ModuleState(Family):
         Rule(
             Fate.LOST, "values of the state dict that are no tensors: only DeepSpeed's own files hold them", of=[OPAQUE]
         ),
-        _OF_RANKS,
+        OF_RANKS,
     ]
     tag: str = ""
     order: tuple[str, ...] = ()

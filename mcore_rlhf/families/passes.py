@@ -23,7 +23,7 @@ from .megatron.state import MegatronState
 from .module import CONFIG, USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
-from .source import OF_SCHEDULERS, UPDATES, Names, Source, counted_on, scheduled_groups
+from .source import OF_SCHEDULERS, Names, Source, at_step, counted_on, scheduled_groups
 
 GPT = "gpt"
 """The pattern of layers that asks for a GPTModel."""
@@ -483,14 +483,8 @@ NAMES = (
 )  # fmt: skip
 """Whose names it has, and what follows from them."""
 
-
-def _counts_updates(p: Passage) -> bool:
-    """Whether a DeepSpeed checkpoint's own count is not the number of the step that it lies in, and not its target's either."""
-    return p.module is not None and bool(p.module.tag) and p.write.run_of.step not in (0, p.source.state.iteration)
-
-
 CONVERTED = (
-    Pass("updates in a step", _counts_updates, lambda p: counted_on(p.source, p.write.run_of.step - p.source.state.iteration, UPDATES)),
+    Pass("updates in a step", lambda p: bool(p.module and p.module.tag), lambda p: at_step(p.source, p.write.run_of.step)),
     Pass("a step's number", lambda p: p.write.run_of.shift > 0, lambda p: counted_on(p.source, p.write.run_of.shift)),
     Pass("contradictions", lambda p: p.write.merge_adapter or p.write.base_model is not None, _refuse_contradictions),
     Pass("plain weights", lambda p: p.write.dequantize, _dequantize),

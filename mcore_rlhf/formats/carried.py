@@ -20,7 +20,7 @@ from mcore_rlhf.families.inventory import WAITING, state_dict_of
 from mcore_rlhf.families.lora.names import CONFIG as OF_ADAPTER
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.megatron.state import MegatronState
-from mcore_rlhf.families.module import CONFIG, ModuleState, config_in, described
+from mcore_rlhf.families.module import CONFIG, OF_RANKS, ModuleState, config_in, described
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, SWIFT, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
@@ -214,7 +214,10 @@ def bring_along(source: Source, target: Target, wanted: Format, write: WriteOpti
     """
     family, row = ModuleState.of(source), write.run_of.beside
     if row is None and family is not None and wanted.name == source.format:
-        row = family.beside
+        if write.run_of.name:
+            target.report.through([OF_RANKS], family)
+        else:
+            row = family.beside
     if source.origin and not wanted.own_sidecar:
         _leave_origin(source, target)
     files = {} if source.carried is None else source.carried.files

@@ -15,6 +15,7 @@ from mcore_rlhf.core.facts import Fate, Item, Kind
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.fsdp.state import RNG
 from mcore_rlhf.families.megatron.state import MegatronState
+from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, WriteOptions
 from mcore_rlhf.families.source import Source
@@ -332,7 +333,8 @@ def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dic
     take_position(found, trainer, opened)
     known = {**known_of(trainer, step, opened.state.args), DATA: found.data or {}}
     if trainer.generators:
-        own = opened.state.other.get(RNG)
+        family = ModuleState.of(opened)
+        own = family.rng[0] if family is not None and family.rng else opened.state.other.get(RNG)
         states = own if isinstance(own, Mapping) and trainer.generators.keys() <= own.keys() else new_states(step, 1)[0]
         known[RANDOM] = {name: states[key] for key, name in trainer.generators.items()}
     there = opened.state.other

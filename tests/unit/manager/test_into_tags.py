@@ -92,6 +92,21 @@ def test_its_random_states_are_those_that_verl_had(tmp_path: Path) -> None:
     assert made["python_rng_state"] == rank["random"]
 
 
+def test_what_lies_beside_accelerates_tag_is_lost_by_name_elsewhere(tmp_path: Path) -> None:
+    """Random states of each rank, which went along where nobody looks; open-instruct takes rank 0's."""
+    for to, place in (("openrlhf", "_actor"), ("open-instruct", "")):
+        done = into(RUNS / "ac_ds2", tmp_path / to, to)
+        assert [
+            text
+            for text in done.account.lost + done.jobs["actor"].account.lost
+            if text.startswith("random states of 2 ranks")
+        ]
+        assert not [*(tmp_path / to / place).glob("random_states_*")]
+    made = torch.load(tmp_path / "open-instruct" / "global_step3" / MODEL, weights_only=False)["rng_states"]
+    own = torch.load(RUNS / "ac_ds2" / "step_3" / "random_states_0.pkl", weights_only=False)
+    assert torch.equal(made["torch_cpu_rng_state"], own["torch_manual_seed"])
+
+
 def test_a_tags_number_is_no_training_step(tmp_path: Path) -> None:
     """DeepSpeed calls its tags by updates, of which GRPO makes several in a step."""
     run = changed(GRPO, tmp_path / "own", training_step=1)
