@@ -341,7 +341,11 @@ def at_step(source: Source, step: int) -> Source:
         source: An opened checkpoint.
         step: The number; zero where nobody says.
     """
-    return counted_on(source, step - source.state.iteration, UPDATES) if step not in (0, source.state.iteration) else source
+    return (
+        counted_on(source, step - source.state.iteration, UPDATES)
+        if step not in (0, source.state.iteration)
+        else source
+    )
 
 
 _COUNTED_ON: Rule[Mapping[str, object]] = Rule(
