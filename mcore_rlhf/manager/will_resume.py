@@ -16,6 +16,7 @@ from math import prod
 
 from mcore_rlhf.core.facts import Kind
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Unportable, UsageError, headline
+from mcore_rlhf.families.fsdp.groups import left_frozen
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
@@ -467,4 +468,5 @@ def held_by(folder: ReadablePath) -> Held:
         counted=at if type(at := (state.scheduler or {}).get("num_steps")) is int else 0,
         sharding=(megatron.sharding if megatron is not None else None) or "",
         headed=source.model.get(OF_WRAPPER[0]) is not None,
+        frozen=left_frozen(source) if len(opened) == 1 else frozenset(),  # whose numbers are one optimizer's
     )
