@@ -67,6 +67,11 @@ class RunFiles:
     schedulers: tuple[str, ...] = ()
     called: str = ""
 
+    @property
+    def of_fsdp(self) -> RunFiles:
+        """The same beside :data:`FSDP_WHOLE`: the optimizer is then accelerate's, whoever calls it."""
+        return replace(self, optimizer=ACCELERATE.optimizer)
+
     def of_model(self, number: int) -> RunFiles:
         """The same for one of several models, as accelerate counts them: ``optimizer_1.bin``.
 
@@ -172,6 +177,11 @@ ACCELERATE: RunFiles = RunFiles(
     "dl_state_dict.bin", "custom_checkpoint_*.pkl", "and a script that prepares a scheduler stops there",
 )  # fmt: skip
 ROWS = (ACCELERATE, TRANSFORMERS)
+FSDP_WHOLE = "pytorch_model_fsdp.bin"
+"""The weights of an FSDP run that saves whole tensors (``FULL_STATE_DICT``), with parameters' names in its optimizer's file.
+
+Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``save_fsdp_model``, ``save_fsdp_optimizer``).
+"""
 
 
 def numbered(number: int) -> str:

@@ -25,7 +25,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, refuse
 from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source, contradictory_degrees, contradictory_rates
-from mcore_rlhf.families.trainer_files import ACCELERATE, TRANSFORMERS
+from mcore_rlhf.families.trainer_files import ACCELERATE, FSDP_WHOLE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below
 from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.unfinished import refuse_unfinished
@@ -52,7 +52,7 @@ from .peft import FORMAT as PEFT
 from .torch_file import FORMAT as TORCH
 from .universal import FORMAT as UNIVERSAL
 
-_WEIGHTS = (HF, PEFT, APART)
+_WEIGHTS = (HF, PEFT, APART, HuggingFaceFormat(alone=FSDP_WHOLE))
 MEGATRON_DIST = MegatronDistFormat(HF, MEGATRON)
 HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat)
 FORMATS: tuple[Format, ...] = (

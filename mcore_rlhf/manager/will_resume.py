@@ -16,6 +16,7 @@ from math import prod
 
 from mcore_rlhf.core.facts import Kind
 from mcore_rlhf.errors import CheckpointError, Incomplete, NotACheckpoint, Unportable, UsageError, headline
+from mcore_rlhf.families.fsdp.groups import left_frozen
 from mcore_rlhf.families.inventory import inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
@@ -487,4 +488,5 @@ def held_by(folder: ReadablePath) -> Held:
         sharding=(megatron.sharding if megatron is not None else None) or "",
         contradicts=tuple(text.replace(f"{folder}/", "") for text in source.notes.contradictions),
         headed=source.model.get(OF_WRAPPER[0]) is not None,
+        frozen=left_frozen(source) if len(opened) == 1 else frozenset(),  # whose numbers are one optimizer's
     )

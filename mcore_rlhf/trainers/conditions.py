@@ -90,9 +90,9 @@ def stateless(pattern: str, inside: str = "", *, of_ranks: bool = False) -> Call
             keys = _inside(seen.keys(name), inside)
             params, states = _numbered(keys)
             known = lacking(keys, _inside(seen.on(name), inside))
-            count = len(params) if known is None else known.count
-            if gone := params - states.keys() if known is None else known.anew:
-                return {"file": name, "count": f"{len(gone)} of {count}"}
+            gone = params - states.keys() if known is None else known.anew
+            if gone := {number for number in gone if str(number) not in seen.held.frozen}:
+                return {"file": name, "count": f"{len(gone)} of {len(params) if known is None else known.count}"}
         return None
 
     return when

@@ -396,6 +396,30 @@ def test_accelerate_with_fsdp_or_deepspeed_each_file_and_each_key_taken(
     assert found["count"] > 40
 
 
+@pytest.mark.parametrize(
+    ("version", "kind", "what"),
+    [
+        ("2", "FULL_STATE_DICT", "frozen"),
+        ("2", "FULL_STATE_DICT", "tied"),
+        ("2", "SHARDED_STATE_DICT", "frozen"),
+        ("1", "FULL_STATE_DICT", "frozen"),
+        ("1", "SHARDED_STATE_DICT", "tied"),
+    ],
+)
+def test_accelerate_with_fsdp_goes_on_from_what_we_write(
+    version: str, kind: str, what: str, forked_ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    """Whole tensors in one file were "not a checkpoint", frozen layers "Missing optimizer state"; the first FSDP loads no shards."""
+    printed = forked_ranks.run(1, "tests.reference.accelerate_whole", version, kind, what, str(tmp_path), store=False)
+    found = json.loads(next((line for line in printed.splitlines() if line.startswith("{")), "{}"))
+    assert found["intact"]
+    same = [found[by] == found["whole"] for by in ("own", "hf-accelerate", "dcp", "deepspeed")]
+    restored = (version, kind) != ("1", "SHARDED_STATE_DICT")
+    assert same == [restored] * 4, found
+    assert (found["said"] == Outcome.RESTORED.value) == restored, found["doubt"]
+    assert all(found[by][0] == found["whole"][0] for by in ("own", "hf-accelerate", "dcp", "deepspeed"))
+
+
 def test_accelerate_on_another_backend_than_the_steps(forked_ranks: ForkedRanks, tmp_path: Path) -> None:
     """Alone, with FSDP, with DeepSpeed: each loads its own, and stops at what the others saved; as is said of each."""
     kinds = ("NO", "SHARDED_STATE_DICT", "ZERO-2")

@@ -151,6 +151,32 @@ def without_frozen(source: Source) -> Source:
     )  # fmt: skip
 
 
+def left_frozen(source: Source) -> frozenset[str]:
+    """Those of an optimizer's parameters without a state that a run seems to have frozen, by name, and by number as torch counts them.
+
+    A script may give its optimizer all parameters; of a frozen one there is no state. It is meant where a whole layer has none, or what is
+    called alike in all layers, or all but adapters; then also of what is in no layer. A single one may have been lost.
+    """
+    listed = [name for group in source.state.groups for name in group.params]
+    kept = [state for state in source.states if state != MASTER]
+    trained = {name for name in listed if any(TensorName(source.role, name, state) in source.catalog for state in kept)}
+    parts: dict[str, set[str]] = {}
+    for name in listed:
+        if layer := _LAYER.match(name):
+            for part in (layer[0], f"*.{name[layer.end() :]}"):
+                parts.setdefault(part, set()).add(name)
+    found = set[str]().union(*(part for part in parts.values() if len(part) > 1 and part.isdisjoint(trained)))
+    if trained and all(map(OF_ADAPTER.fullmatch, trained)):
+        found = {name for name in listed if not OF_ADAPTER.fullmatch(name)}
+    elif found:
+        found.update(name for name in listed if name not in trained and not _LAYER.match(name))
+    numbers = (str(number) for number, name in enumerate(listed) if name in found)
+    return frozenset((*found, *numbers)) if trained else frozenset()
+
+
+_LAYER = re.compile(r".*?\.\d{1,18}\.")
+
+
 def differing(number: int, key: str, first: str, one: object, second: str, other: object) -> str:
     """The line of the report about a group whose parameters do not agree."""
     return (

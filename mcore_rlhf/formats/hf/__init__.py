@@ -21,6 +21,7 @@ class HuggingFaceFormat(Format):
 
     Args:
         number: Which of several models in it, as accelerate counts them.
+        alone: The name of the one file of ``torch.save`` in which another program has the state dict; empty for Hugging Face's own names.
     """
 
     name = "hf"
@@ -29,8 +30,8 @@ class HuggingFaceFormat(Format):
     takes = (Takes.MODEL_FOLDER, Takes.DTYPE, Takes.MASTERS)
     model_folder = own_sidecar = True
 
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
+    def __init__(self, number: int = 0, alone: str = "") -> None:
+        self.number, self.alone = number, alone
 
     def load_hint(self, path: ReadablePath, *, optimizer: bool = True) -> str:
         """How transformers is told to load it; torch, where it is pieces."""
@@ -42,6 +43,8 @@ class HuggingFaceFormat(Format):
 
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights under Hugging Face's file names, or is a role's of verl with them."""
+        if self.alone:
+            return (path / self.alone).is_file()
         if self.number:
             return find_series(path, self.number) is not None
         folder = weights_folder(path)
@@ -51,13 +54,13 @@ class HuggingFaceFormat(Format):
         """Open a folder."""
         from .reader import read_hf
 
-        return read_hf(path, options, self.number)
+        return read_hf(path, options, self.number, self.alone)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new folder."""
         from .writer import hf_target
 
-        return hf_target(source, options, self.number)
+        return hf_target(source, options, self.number, self.alone)
 
 
 FORMAT: Format = HuggingFaceFormat()

@@ -41,23 +41,24 @@ from .config import (
     refuse_other_file,
     wrapper_of,
 )
-from .files import CONFIG, OPTIMIZER, SAFETENSORS
+from .files import BIN, CONFIG, OPTIMIZER, SAFETENSORS
 from .series import Scattered, Series, find_series, read_parts, read_series, weights_folder
 
 
-def read_hf(path: ReadablePath, options: ReadOptions, number: int = 0) -> Source:
+def read_hf(path: ReadablePath, options: ReadOptions, number: int = 0, alone: str = "") -> Source:
     """Open a Hugging Face folder.
 
     Args:
         path: The folder with the weights.
         options: Which stubs; whether the optimizer that we kept there is read.
         number: Which of several models; of none but the first ``config.json`` at the top speaks.
+        alone: See :class:`.HuggingFaceFormat`.
 
     Raises:
         CheckpointError: It is incomplete, damaged, or contradicts itself.
     """
     path = weights_folder(path)
-    found = find_series(path, number)
+    found = (alone.removesuffix(f".{BIN}"), BIN) if alone else find_series(path, number)
     if found is None and (number or not has_pieces(path)):
         raise NotACheckpoint(
             f"{path}: has neither model.safetensors nor pytorch_model.bin, nor an index of several such files"

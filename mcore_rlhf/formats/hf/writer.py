@@ -31,7 +31,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Source, TrainingState
 from mcore_rlhf.families.trainer_files import numbered
-from mcore_rlhf.formats.base import Target, TargetFile
+from mcore_rlhf.formats.base import FileLayout, PtLayout, Target, TargetFile
 from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import method_of, without_quantization
@@ -39,6 +39,7 @@ from mcore_rlhf.models.implied import against_config
 from mcore_rlhf.models.spec import ParamSpec
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.stored import StoredTensor
 
 from .config import (
     EMBEDDING,
@@ -73,13 +74,14 @@ _OF_MODEL = (Item(Kind.MODEL, "shared"), Item(Kind.MODEL, "buffers"), Item(Kind.
 _STATE_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
-def hf_target(source: Source, options: WriteOptions, number: int = 0) -> Target:
+def hf_target(source: Source, options: WriteOptions, number: int = 0, alone: str = "") -> Target:
     """Describe the Hugging Face folder that holds what a source under a module's own names has.
 
     Args:
         source: An opened checkpoint.
         options: What the user asked for.
         number: Which of several models in it.
+        alone: See :class:`.HuggingFaceFormat`.
 
     Raises:
         CheckpointError: It cannot be done; all problems together.
@@ -88,7 +90,7 @@ def hf_target(source: Source, options: WriteOptions, number: int = 0) -> Target:
     _refuse_options(source, options)
     config, where = _config(source, module, options)
     weights = Weights(source, module, options, bool(config))
-    return _FolderTarget(source, module, options, config, where, weights, numbered(number)).target()
+    return _FolderTarget(source, module, options, config, where, weights, numbered(number), alone).target()
 
 
 def _refuse_options(source: Source, options: WriteOptions) -> None:
@@ -134,6 +136,7 @@ class _FolderTarget:
     where: str
     weights: Weights
     numbered: str = ""
+    alone: str = ""
     beside: dict[str, ReadablePath] = field(default_factory=dict)
     changes: list[Values] = field(default_factory=list)
     unheld: list[str] = field(default_factory=list)
@@ -160,7 +163,13 @@ class _FolderTarget:
             raise Incomplete(f"{self.source.root}: has no weights, of which a Hugging Face folder is made")
         texts: dict[str, str | bytes] = {}
         stem = MODEL_STEM[SAFETENSORS] + self.numbered
-        files = self._pieces(self.parts) if self.options.pieces else self._series(self.parts, stem, texts)
+        files = (
+            [TargetFile(self.alone, self._state_dict)]
+            if self.alone
+            else self._pieces(self.parts)
+            if self.options.pieces
+            else self._series(self.parts, stem, texts)
+        )
         self.beside = self._beside()
         texts.update(self._generates())
         described = self._described() if self.config else {}
@@ -193,6 +202,14 @@ class _FolderTarget:
         shards = shards_of(parts, stem, self.options.max_shard_size or DEFAULT_SHARD)
         texts.update(index_of(shards, stem))
         return [shard.target() for shard in shards]
+
+    def _state_dict(self) -> FileLayout:
+        """The state dict as ``torch.save`` writes it, in which tied tensors have all of their names."""
+        file, tree = PtLayout(self.alone), dict[str, StoredTensor]()
+        for part in self.parts:
+            tree |= dict.fromkeys(part.names, file.add(part.source, part.shape, part.dtype))
+        tied = {alias: tree[owner] for alias, owner in self.module.shared.items() if owner in tree}
+        return file.layout({**tied, **tree})
 
     def _pieces(self, parts: list[WrittenTensor]) -> list[TargetFile]:
         """A file for each rank of each that all of them are put together to; torch's writer leaves no index of them."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
-from mcore_rlhf.families.trainer_files import RunFiles
+from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
@@ -27,7 +27,7 @@ class HfRunFormat(Format):
 
     Args:
         files: What those are called.
-        weights: The formats that the weights may have: a whole model's, an adapter's, and an FSDP run's, with its optimizer.
+        weights: The formats that the weights may have: a whole model's, an adapter's, and FSDP's: with the optimizer, or in one file.
         numbered: Gives the format of the weights of one of several models, by its number; None where there is never more than one.
     """
 
@@ -49,6 +49,9 @@ class HfRunFormat(Format):
         """The format of a folder's weights; the first where there are none, which says so."""
         return next((one for one in self.weights if one.detect(path)), self.weights[0])
 
+    def _files_at(self, path: ReadablePath) -> RunFiles:
+        return self.files.of_fsdp if (path / FSDP_WHOLE).is_file() else self.files
+
     def detect(self, path: ReadablePath) -> bool:
         """Whether a folder has weights, and beside them the optimizer, counters or random states under these names."""
         files = self.files
@@ -67,7 +70,7 @@ class HfRunFormat(Format):
 
         several = self.roles(path)
         if self.numbered is None or not several:
-            return read_run(path, options, self.files, self._weights_at(path))
+            return read_run(path, options, self._files_at(path), self._weights_at(path))
         from .several import read_one
 
         return read_one(path, options, self.files, several, self.numbered)
@@ -94,4 +97,4 @@ class HfRunFormat(Format):
 
             ways = ways_to_train(folder, ReadOptions(), self.files, roles, self.numbered)
             return self._model(found, optimizer_files(self.files, found, ways))
-        return self._model(found, self.files.of_model(found))
+        return self._model(found, self._files_at(folder).of_model(found))

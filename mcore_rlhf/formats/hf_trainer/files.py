@@ -43,6 +43,7 @@ class HfRunState(ModuleState):
         schedule: The scheduler as the file has it; the same holds.
         within: What the weights' own format keeps besides; None where that is of no use to it.
         together: Whether it is one of several models of a step, which have one process's random states.
+        whole: Whether it is an FSDP run's that has whole tensors in one file, and names in the optimizer's.
     """
 
     groups: tuple[ParamGroup, ...] = ()
@@ -50,3 +51,4 @@ class HfRunState(ModuleState):
     within: ModuleState | None = None
     scalars: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     together: bool = False
+    whole: bool = False

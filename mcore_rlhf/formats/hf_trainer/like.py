@@ -55,8 +55,8 @@ class Like:
 
     @classmethod
     def read(
-        cls, folder: ReadablePath | None, files: RunFiles, orders: Sequence[list[str]], shapes: Mapping[str, Shape]
-    ) -> Like:
+        cls, folder: ReadablePath | None, files: RunFiles, orders: Sequence[list[str]], shapes: Mapping[str, Shape], tied: Mapping[str, str]
+    ) -> Like:  # fmt: skip
         """Read one.
 
         Args:
@@ -65,6 +65,7 @@ class Like:
             orders: The parameters that the run may have given its optimizer, as the module has them: those of the target that are
                 trained, as the Trainer does, or all.
             shapes: Of these.
+            tied: Second names of parameters: ``{alias: owner}``.
 
         Raises:
             UsageError: It is no checkpoint of that trainer.
@@ -88,7 +89,7 @@ class Like:
         if numbered:
             optimizer, notes = OptimizerFile.open(folder, files.optimizer, ()), Report()
             order = next((one for one in orders if optimizer.count <= len(one)), orders[-1])
-            optimizer.name(order, shapes, notes)
+            optimizer.name(order, shapes, notes, tied)
             groups = optimizer.groups(order, notes)
         scheduler = read_pt(folder, files.scheduler) if (folder / files.scheduler).is_file() else None
         tree = {} if scheduler is None else scheduler.materialize(scheduler.tree)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOATING, Shape
@@ -78,21 +78,31 @@ class OptimizerFile:
         listed: list[str] = []
         for number, fields in self.collected.fields.items():
             members = fields.get(PARAMS)
-            if not isinstance(members, list) or not all(type(one) is int for one in members):
+            if not isinstance(members, list) or not all(type(one) is self.key for one in members):
                 raise Unsupported(
-                    f"{self.where}: param group {number} does not list its parameters by number\n{_WEIGHTS_ALONE}"
+                    f"{self.where}: param group {number} does not list its parameters by number, nor all by name\n{_WEIGHTS_ALONE}"
                 )
             listed += map(str, members)
         problems = Problems()
         advice = "The file is damaged or forged: copy it again."
         if len(set(listed)) < len(listed):
             twice = next(one for one in listed if listed.count(one) > 1)
-            problems.add(LayoutMismatch, f"{self.where}: number {twice} is in param groups twice", advice)
+            problems.add(LayoutMismatch, f"{self.where}: {self.called} {twice} is in param groups twice", advice)
         for stranger in sorted({*self.states, *self.collected.scalars}.difference(listed)):
-            problems.add(
-                LayoutMismatch, f"{self.where}: has states of number {stranger}, which is in no param group", advice
-            )
+            text = f"{self.where}: has states of {self.called} {stranger}, which is in no param group"
+            problems.add(LayoutMismatch, text, advice)
         problems.raise_if_any()
+
+    @property
+    def key(self) -> type:
+        """What its parameters are listed by: numbers, or the names that FSDP's own functions give them."""
+        members = (fields.get(PARAMS) for fields in self.collected.fields.values())
+        return next((str for listed in members if isinstance(listed, list) for one in listed if type(one) is str), int)
+
+    @property
+    def called(self) -> str:
+        """What :attr:`key` is, in a word."""
+        return "number" if self.key is int else "parameter"
 
     @property
     def where(self) -> str:
@@ -105,13 +115,14 @@ class OptimizerFile:
         members = (fields[PARAMS] for fields in self.collected.fields.values())
         return sum(len(listed) for listed in members if isinstance(listed, list))
 
-    def name(self, order: list[str], shapes: Mapping[str, Shape], notes: Report) -> None:
+    def name(self, order: list[str], shapes: Mapping[str, Shape], notes: Report, tied: Mapping[str, str]) -> None:
         """Find out whose the numbers are.
 
         Args:
             order: The parameters that it may have, as the module has them.
             shapes: Of these.
             notes: Told how.
+            tied: Second names of parameters: ``{alias: owner}``.
 
         Raises:
             Unsupported: They fit in no way, or in several, or a state has not a value for each element.
@@ -129,9 +140,11 @@ class OptimizerFile:
             )
         problems = Problems()
         one = {number: next(iter(states.values())).shape for number, states in self.states.items()}
-        self.names = name_numbers(
-            self.collected, {name: shapes[name] for name in order}, one, self.opened.root / self.opened.file, notes
-        )
+        if self.key is str:
+            self._own_names(order, tied)
+        else:
+            known = {name: shapes[name] for name in order}
+            self.names = name_numbers(self.collected, known, one, self.opened.root / self.opened.file, notes)
         for number, states in self.states.items():
             name = self.names[number]
             for state, held in states.items():
@@ -139,6 +152,18 @@ class OptimizerFile:
                     text = f"{self.where}: {name} has the shape {shapes[name]}, its {state} {held.shape}; only states with one value"
                     problems.add(Unsupported, f"{text} per element can be converted", _WEIGHTS_ALONE)
         problems.raise_if_any()
+
+    def _own_names(self, order: Collection[str], tied: Mapping[str, str]) -> None:
+        """The names that it has, each parameter's first one."""
+        listed = [str(one) for fields in self.collected.fields.values() for one in cast(list[object], fields[PARAMS])]
+        self.names = {name: tied.get(name, name) for name in listed}
+        if strange := [name for name, own in self.names.items() if own not in order]:
+            raise LayoutMismatch(
+                f"{self.where}: has the parameter {strange[0]}, which is not among the weights beside it\n{_WEIGHTS_ALONE}"
+            )
+        for fields in self.collected.fields.values():
+            fields[PARAMS] = [self.names[str(one)] for one in cast(list[object], fields[PARAMS])]
+        self.collected.scalars = {self.names[name]: kept for name, kept in self.collected.scalars.items()}
 
     def groups(self, order: list[str], notes: Report) -> tuple[ParamGroup, ...]:
         """The groups, with names."""

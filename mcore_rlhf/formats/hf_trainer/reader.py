@@ -23,7 +23,7 @@ from mcore_rlhf.families.run_folders import named_step
 from mcore_rlhf.families.sidecar import Sidecar
 from mcore_rlhf.families.source import ITERATION, ParamGroup, Source, TrainingState
 from mcore_rlhf.families.trainer_counters import COUNTERS, STEP, read_counters
-from mcore_rlhf.families.trainer_files import RunFiles
+from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import packed_in
@@ -108,8 +108,9 @@ class _RunReader:
         scalars = {} if optimizer is None else optimizer.collected.scalars
         within = family if self.own else None
         run = HfRunState(
-            **shared, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within, together=self.several
-        )
+            **shared, scalars=scalars, groups=groups, schedule=_mapping(scheduler), within=within, together=self.several,
+            whole=(self.path / FSDP_WHOLE).is_file(),
+        )  # fmt: skip
         return replace(
             source,
             format=self.files.format,
@@ -168,7 +169,7 @@ class _RunReader:
         adapters = [name for name in order if OF_ADAPTER.fullmatch(name)]
         if optimizer.count == len(adapters):  # given what is trained alone, beside a base that is not
             order = adapters
-        optimizer.name(order, weights.model.shapes, self.notes)
+        optimizer.name(order, weights.model.shapes, self.notes, weights.family.shared)
         return order
 
     def _frozen(self, weights: Source) -> set[str]:

@@ -34,7 +34,7 @@ from mcore_rlhf.families.selection import renamed
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
-from mcore_rlhf.families.trainer_files import RunFiles, new_states, of_ranks, place_of_model, rng_item
+from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles, new_states, of_ranks, place_of_model, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
@@ -74,8 +74,17 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
     if optimizer:
         check_groups(source)
     sharded = not adapted and _is_sharded(source, module, options)
-    if sharded and one.number:
+    whole = not sharded and _is_whole(source, given)
+    if (sharded or whole) and one.number:
         raise Unsupported(f"{source.root}: accelerate has one model in a run on FSDP\n--role takes one of them.")
+    if whole and adapted:
+        raise Unsupported(
+            f"{source.root}: an adapter, for a run on FSDP with FULL_STATE_DICT, which loads it from {FSDP_WHOLE}\n"
+            "Let the run have SHARDED_STATE_DICT, or none of FSDP."
+        )
+    if whole:
+        one = replace(one, files=files.of_fsdp, weights=(weights[3], *weights[1:]))
+        files, weights = one.files, one.weights
     if sharded:
         base = weights[2].target(_sharded(source, module), options)
         if config:
@@ -87,11 +96,11 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
             else _alone(source, config, options, weights[adapted], packed=packed)
         )
     asked = optimizer or options.like is not None
-    whole = trainable_order(config, source.model, module.buffers) if asked else []
+    every = trainable_order(config, source.model, module.buffers) if asked else []
     still = _still(source, module)
-    order = [name for name in whole if name not in still]
-    like = Like.read(given, like_it.files, (order, whole), source.model.shapes)
-    return _RunTarget(source, module, options, one, base, order, like, optimizer, sharded).target()
+    order = [name for name in every if name not in still]
+    like = Like.read(given, like_it.files, (order, every), source.model.shapes, module.shared)
+    return _RunTarget(source, module, options, one, base, order, like, optimizer, sharded, whole).target()
 
 
 def _in_one_file(options: WriteOptions) -> WriteOptions:
@@ -168,6 +177,12 @@ def _is_sharded(source: Source, module: ModuleState, options: WriteOptions) -> b
     return own.within is not None if own is not None else bool(module.laid_out.get("apart"))
 
 
+def _is_whole(source: Source, like: Path | None) -> bool:
+    """Whether the run that goes on is FSDP's, and loads :data:`FSDP_WHOLE`."""
+    own = HfRunState.of(source)
+    return (like / FSDP_WHOLE).is_file() if like is not None else own is not None and own.whole
+
+
 def _sharded(source: Source, module: ModuleState) -> Source:
     """Model and optimizer alone: schedule and counters have files of their own."""
     own = HfRunState.of(source)
@@ -187,6 +202,7 @@ class _RunTarget:
     like: Like
     optimizer: bool
     sharded: bool = False
+    whole: bool = False
     small: list[TargetFile] = field(default_factory=list)
 
     def target(self) -> Target:
@@ -238,10 +254,11 @@ class _RunTarget:
         return dealt(self.source, self.order, self.like.groups, report, () if own is None else own.groups)
 
     def _layout(self, groups: Sequence[ParamGroup]) -> FileLayout:
-        """The optimizer's file: states by number, in the order of the groups."""
-        numbers = {name: number for number, name in enumerate(name for group in groups for name in group.params)}
+        """The optimizer's file: states by number, in the order of the groups, or by name."""
+        listed = [name for group in groups for name in group.params]
+        numbers: dict[str, int | str] = {name: name if self.whole else number for number, name in enumerate(listed)}
         file = PtLayout(self.files.optimizer)
-        states: dict[int, dict[str, object]] = {}
+        states: dict[int | str, dict[str, object]] = {}
         scalars = self._scalars()
         for name, number in numbers.items():
             held: dict[str, object] = {}
@@ -348,7 +365,7 @@ class _RunTarget:
         return {place + name: path for name, path in self.base.carried.items() if place + name not in written}
 
 
-def _as_stored(group: ParamGroup, numbers: Mapping[str, int]) -> dict[str, object]:
+def _as_stored(group: ParamGroup, numbers: Mapping[str, int | str]) -> dict[str, object]:
     fields = {key: value for key, value in group.fields.items() if key not in (*group.scalars, STEP, *OF_MEGATRON)}
     return {**fields, PARAMS: [numbers[name] for name in group.params]}
 
@@ -372,6 +389,6 @@ _RULES: tuple[Rule[_RunTarget], ...] = (
     Rule(Fate.NOTE, "the source's run is under DeepSpeed, and one without it loads what is written; --to accelerate, or transformers, with "
          "--zero-stage N or --like STEP writes a step of such a run", lambda t: t.module.beside is not None),
     Rule(Fate.NOTE, f"weights: in safetensors, where --like has {PICKLED}: the run goes on with save_safetensors=True",
-         lambda t: t.like.pickled),
+         lambda t: t.like.pickled and t.files.counters),
 )  # fmt: skip
 """What becomes of random states, and what the run is to be told."""

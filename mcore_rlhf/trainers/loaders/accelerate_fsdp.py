@@ -44,7 +44,7 @@ def _weightless(seen: Seen) -> object:
 def _stateless(seen: Seen) -> object:
     """A parameter has no state at all: ``{file}`` and ``{key}``."""
     name, params, states = _named(seen)
-    gone = sorted(params - states.keys())
+    gone = sorted(params - states.keys() - seen.held.frozen)
     return states and gone and {"file": name, "key": f"state/{gone[0]}"}
 
 
@@ -83,6 +83,17 @@ def _undealt(seen: Seen) -> object:
 _A_GROUP = re.compile(r"param_groups/\d+")
 
 
+def _of_first(seen: Seen) -> object:
+    """The configuration has the first FSDP, and the states are sharded: ``{key}``; accelerate's default, and not transformers'.
+
+    Source: accelerate 1.15.0, ``utils/dataclasses.py`` (``FullyShardedDataParallelPlugin``); transformers 5.23.0, ``training_args.py``.
+    """
+    said = (key for key in ("fsdp_version", "fsdp_config.version") if seen.settings.get(key) is not None)
+    key = next(said, "fsdp_version")
+    version = seen.settings.get(key) or ("1" if seen.settings.get("distributed_type") == "FSDP" else "")
+    return str(version) == "1" and seen.has(_SHARDS) and {"key": key}
+
+
 def _shards(before: str, *names: str) -> Habit:
     why = "{file} has no {key}: DCP stops where one that is asked for is not there"
     return Habit(OF_OPTIMIZER, _REFUSED, why, "load_fsdp_optimizer", unlisted(_SHARDS, before, *names), True)
@@ -106,4 +117,8 @@ ROWS = rows_of(
     Habit((Thing.GROUPS,), _ANEW, "{file} has no {key}: the run's own is kept; nothing is said", "load_fsdp_optimizer", _groupless, True),
     Habit(OF_OPTIMIZER, _RESTORED, "optimizer.bin, by name", "load_fsdp_optimizer",
         lambda seen: bool(_named(seen)[1]) and bool(_named(seen)[2]), True),
+    Habit((Thing.OPTIMIZER,), _ANEW, "{key} is 1, the first FSDP: DCP is asked for the states that a new optimizer has, which are none; "
+        "nothing is said", "load_fsdp_optimizer", _of_first, True),
+    Habit((Thing.OPTIMIZER,), _RESTORED, "by FSDP2; the first one (fsdp_version 1) asks DCP for the states that a new optimizer has, which "
+        "are none, without a word", "load_fsdp_optimizer", has(_SHARDS), True),
 )  # fmt: skip
