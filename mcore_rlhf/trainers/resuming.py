@@ -76,11 +76,8 @@ class Held:
         sharding: How a distributed optimizer's states are stored in ``torch_dist``; empty elsewhere.
         unread: Why there is an optimizer that it does not understand; empty where it does, or there is none.
         unportable: Whether that is because it is of use to its own framework alone, and nothing is known to be wrong with it.
-<<<<<<< HEAD
         contradicts: What two places say otherwise.
-=======
         frozen: Parameters of the optimizer that have no state since the run froze them, by number and by name.
->>>>>>> h-hf
         headed: Whether a value head lies beside a whole model, as TRL's wrapper of both names them in its state dict.
     """
 
