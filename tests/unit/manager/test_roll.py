@@ -27,6 +27,7 @@ from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.storage.manifest import STEP_MANIFEST
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.damage import edit_args
 from tests.helpers.plain_load import plain_load, plain_save
 
 GOLDEN, STEP, ITERATION = Path(__file__).parents[2] / "goldens" / "trainers" / "roll", "checkpoint-3", "iter_0000001"
@@ -190,6 +191,16 @@ def test_one_process_of_mcore_adapters_trainer(root: Path) -> None:
 def into_run(source: Path, place: Path, **how: object) -> StepJob:
     written = WriteOptions(**how)  # type: ignore[arg-type]
     return convert_step(find(source, ReadOptions()), place, ConvertOptions(to="roll", fsync=False, write=written))
+
+
+@pytest.mark.parametrize("samples", [16, 17])
+def test_samples_are_steps_or_lost(tmp_path: Path, samples: int) -> None:
+    golden = Path(shutil.copytree(GOLDEN.parents[1] / "megatron" / "tp1_bf16_do", tmp_path / "megatron"))
+    edit_args(golden, consumed_train_samples=samples)
+    done = into_run(golden, tmp_path / "new")
+    said = "as the 2 steps" if samples == 16 else "consumed_train_samples: 17, and ROLL counts steps alone"
+    assert said in str(done.jobs["actor"].report.lines)
+    assert done.lossless == (samples == 16)
 
 
 def test_its_run_is_written(root: Path, tmp_path: Path) -> None:
