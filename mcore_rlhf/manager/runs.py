@@ -14,6 +14,7 @@ from pathlib import PurePath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.run_folders import CONTENTS, is_split
 from mcore_rlhf.formats.fsdp_ranks.files import lone_optimizer
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
@@ -410,7 +411,7 @@ def unmet(folder: ReadablePath) -> list[Problem]:
 
 
 def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[str]:
-    """Files of ranks that a step's trainer writes and goes on without, and that are not there: the step is whole, and yet less.
+    """Files that a step's trainer writes and goes on without, and that are not there: the step is whole, and yet less.
 
     Args:
         folder: Any path.
@@ -444,7 +445,12 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
                     f", unless {ranks // gone[0]} ranks each share their data (sequence parallelism, or Ray's driver)"
                 )
             said.append(text)
-    return said
+    split = [places[0] for places in trainer.roles.values() if is_split(folder / places[0])]
+    listed = [f"{place}/{CONTENTS}".lstrip("/") for place in split]
+    why = (
+        f"{trainer.title} writes it last: the save did not end, or another program brought the folder into this layout"
+    )
+    return [*said, *(f"{name}: {why}" for name in listed if not is_there(folder / name))]
 
 
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:

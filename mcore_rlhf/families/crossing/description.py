@@ -14,6 +14,7 @@ from mcore_rlhf.core.catalog import BFLOAT16, FLOAT16
 from mcore_rlhf.core.facts import Item, Kind
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
+from mcore_rlhf.families.megatron.schedule import samples_of
 from mcore_rlhf.families.module import config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import ORIGIN, FormerFamily, plain
@@ -213,6 +214,7 @@ def arguments(
     config: Mapping[str, object],
     relation: Relation,
     ignored: tuple[str, ...] = (),
+    batch: int | None = None,
 ) -> dict[str, object]:
     """The arguments that a Megatron run of such a model would have stored.
 
@@ -222,6 +224,7 @@ def arguments(
         config: The model's description.
         relation: Its tensors under both names.
         ignored: Fields of the description that are passed over.
+        batch: Samples of a step, where somebody says it.
 
     Raises:
         Unsupported: Megatron cannot compute what the description asks for.
@@ -240,8 +243,7 @@ def arguments(
     )  # fmt: skip
     if args.get("layernorm_zero_centered_gamma"):
         args["apply_layernorm_1p"] = True  # what Megatron-LM's scripts call it
-    samples = source.state.other.get("global_samples")
-    args["consumed_train_samples"] = samples if isinstance(samples, int) else 0
+    args["consumed_train_samples"] = samples_of(source, batch)
     return args
 
 

@@ -87,7 +87,7 @@ def to_megatron(source: Source, options: WriteOptions) -> Source:
         raise LayoutMismatch(
             f"{source.root}: has neither {LM_HEAD} nor {VALUE_HEAD}, but config.json says that the embedding is not tied"
         )
-    described = arguments(source, origin, config, relation, options.ignore_fields)
+    described = arguments(source, origin, config, relation, options.ignore_fields, options.global_batch_size)
     args = Arguments({**described, **_optimizer_arguments(source)})
     model = _model(source, relation, args, tied)
     rows = {s.name: s.global_shape[0] for s in model.params if s.partition.vocabulary}

@@ -18,11 +18,24 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values
 from mcore_rlhf.families.sidecar import FormerFamily
 from mcore_rlhf.families.source import Source
 
+from .state import SAMPLES
+
 MADE = (
     "one is made, of a constant rate, at num_steps {num_steps} ({counted}): with --override-opt-param-scheduler the rates of the run's "
     "arguments go on from there"
 )
 _RATES = ("max_lr", "initial_lr", "lr")
+
+
+def samples_of(source: Source, batch: int | None) -> int:
+    """How many samples were consumed, as a source says or steps of a batch amount to; 0 where nobody says it.
+
+    Args:
+        source: Under a module's names.
+        batch: Samples of a step, where somebody says it.
+    """
+    samples = source.state.other.get("global_samples") or source.state.iteration * (batch or 0)
+    return samples if _is_count(samples) else 0
 
 
 def made_at(source: Source, batch: int | None) -> Mapping[str, object] | None:
@@ -35,8 +48,7 @@ def made_at(source: Source, batch: int | None) -> Mapping[str, object] | None:
     state = source.state
     if source.optimizer is None or FormerFamily.of(source).scheduler(state.iteration) is not None:
         return None
-    samples = state.other.get("global_samples") or state.iteration * (batch or 0)
-    if _is_count(samples) and samples > 0:
+    if samples := samples_of(source, batch):
         return {"num_steps": samples, "counted": "samples"}
     return {
         "num_steps": state.iteration,
@@ -93,7 +105,13 @@ def counted_as(source: Source, batch: int | None, report: Report, *, by_steps: b
     report.through(_COUNTED[by_steps], said)
     if not fits:
         return source
-    return replace(source, state=replace(state, scheduler={**(state.scheduler or {}), **new}, by_steps=by_steps))
+    args = state.args
+    if not by_steps and args and not args.get(SAMPLES[0]):
+        report.through([_CONSUMED], said)
+        args = {**args, SAMPLES[0]: said["samples"]}
+    return replace(
+        source, state=replace(state, scheduler={**(state.scheduler or {}), **new}, by_steps=by_steps, args=args)
+    )
 
 
 def _batch(args: Mapping[str, object]) -> int:
@@ -110,6 +128,11 @@ def _rules(fits: str, not_so: str) -> tuple[Rule[Values], ...]:
     )  # fmt: skip
 
 
+_CONSUMED: Rule[Values] = Rule(
+    Fate.DERIVED,
+    "consumed_train_samples: {samples}, of {steps} steps, by which Megatron-LM's own data go forward",
+    lambda found: found,
+)
 _COUNTS = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
 _COUNTED = {
     True: _rules(

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule
+from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.run_config import adapted_config, read_back
-from mcore_rlhf.families.megatron.state import saved_rng
+from mcore_rlhf.families.megatron.state import SAMPLES, saved_rng
 from mcore_rlhf.families.options import RunOf
 from mcore_rlhf.families.run_folders import ADAPTED, ADAPTED_ITERATION, COUNTED, RANDOM, SCHEDULE
 from mcore_rlhf.formats.base import FileLayout, Format, Target, TargetFile
@@ -116,7 +116,12 @@ def with_ranks(target: Target, weights: Target, run: NewRun) -> Target:
         *target.files,
         *_beside(run),
     )
-    elsewhere = [Item(Kind.ARGUMENT, name) for name in run.source.state.args if name not in said]
+    args = run.source.state.args
+    elsewhere = [
+        Item(Kind.ARGUMENT, name)
+        for name, value in args.items()
+        if name not in said and not (name in SAMPLES and value)
+    ]
     target.report.through((*_RULES, Rule(Reason.OF_ENGINE, when=lambda _: {"of": elsewhere})), run)
     return replace(
         target,
@@ -124,6 +129,19 @@ def with_ranks(target: Target, weights: Target, run: NewRun) -> Target:
         texts={**target.texts, **weights.texts, TRACKER: str(ADAPTED_ITERATION), ADAPTED: json.dumps(config, indent=2, sort_keys=True)},
         holds=ours,
     )  # fmt: skip
+
+
+def _in_steps(run: NewRun) -> Values | None:
+    """The samples of a run whose steps had as many each: ROLL goes forward in its data by the steps."""
+    samples, steps = run.source.state.args.get(SAMPLES[0]), run.source.state.iteration
+    return {"samples": samples, "steps": steps} if isinstance(samples, int) and steps and samples % steps == 0 else None
+
+
+def _uncounted(run: NewRun) -> list[Values]:
+    counted = {name: number for name in SAMPLES if (number := run.source.state.args.get(name))}
+    if _in_steps(run):
+        counted.pop(SAMPLES[0], None)
+    return [{"name": name, "number": number, "of": [Item(Kind.ARGUMENT, name)]} for name, number in counted.items()]
 
 
 def _shown(run: NewRun) -> ReadablePath:
@@ -162,6 +180,13 @@ def _random(run: NewRun, rank: int) -> FileLayout:
 
 _RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.NOTE, "weights: each rank's own, from which ROLL loads"),
+    Rule(
+        Fate.DERIVED,
+        f"{SAMPLES[0]}: {{samples}}, as the {{steps}} steps by which ROLL goes forward",
+        _in_steps,
+        [Item(Kind.ARGUMENT, SAMPLES[0])],
+    ),
+    Rule(Fate.LOST, "{name}: {number}, and ROLL counts steps alone", _uncounted),
     Rule(
         Fate.KEPT,
         "beside the model",

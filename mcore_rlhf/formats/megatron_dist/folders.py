@@ -175,8 +175,10 @@ def _beside(located: Located) -> tuple[str, ...]:
     there = [part for part in parts if located.root / part != located.folder]
     problems = Problems()
     for part in there:
-        if not (located.root / part / METADATA_FILE).is_file():
-            text = f"{located.root / part / METADATA_FILE}: missing; the checkpoint has a folder for it, or says so"
+        folder = located.root / part
+        whole = {METADATA_FILE: (folder / METADATA_FILE).is_file(), CONFIG: bool(_config(folder))}
+        for name in (name for name, there in whole.items() if not there):
+            text = f"{folder / name}: missing or empty; the checkpoint has a folder for it, or says so"
             problems.add(Incomplete, text, "Copy the folder again, or use an older step.")
     problems.raise_if_any()
     return tuple(there)

@@ -253,6 +253,12 @@ def cut_schedule(places: tuple[str, ...], key: str = "opt_param_scheduler") -> C
 _A_GROUP = re.compile(r"(?:optimizer/)?(?:\d+/)?(?:optimizer/)?param_groups/\d+/")
 
 
+def uncounted(seen: Seen) -> object:
+    """The arguments have no consumed samples, or none for a schedule that has gone on."""
+    samples = seen.held.args.get("consumed_train_samples")
+    return not seen.held.problem and (samples is None or (samples == 0 and seen.held.counted > 0))
+
+
 def _counts_steps(seen: Seen) -> object:
     """Another trainer counted, and nobody made samples of its steps: ``{at}`` and ``{each}``."""
     each, at = seen.held.args.get("global_batch_size"), seen.held.counted
@@ -368,8 +374,8 @@ ROWS = rows_of(
     Habit((Thing.COUNTERS,), _RESTORED, "iteration", "load_checkpoint", ran=True),
     Habit((Thing.DATA,), _ANEW, "no args are stored, and consumed samples stand there: “could not find arguments in the checkpoint”",
         "load_checkpoint", lambda seen: not seen.held.problem and not seen.held.args),
-    Habit((Thing.DATA,), _ANEW, "no consumed_train_samples in the stored args: the data begin again; nothing is said", "load_checkpoint",
-        lambda seen: not seen.held.problem and "consumed_train_samples" not in seen.held.args),
+    Habit((Thing.DATA,), _ANEW, "no consumed_train_samples in the args, or 0: the data begin again; nothing is said", "load_checkpoint",
+        uncounted),
     Habit((Thing.DATA,), _RESTORED, "consumed_train_samples, by which its own samplers go forward", "load_checkpoint", ran=True),
 )  # fmt: skip
 

@@ -38,6 +38,7 @@ from .megatron import (
     lies_flat,
     not_listed,
     other_degrees,
+    uncounted,
 )
 
 _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
@@ -125,6 +126,8 @@ ROWS = rows_of(
         "counted from 0; a line says the first alone", "3899 (_get_train_state_from_state_dict)", _counterless, True),
     Habit((Thing.COUNTERS,), _RESTORED, f"{TRAIN_STATE}, or where it is not there Megatron-LM's args", "3067 (_load_checkpoint_from_path)",
         ran=True),
+    Habit((Thing.DATA,), _ANEW, f"{TRAIN_STATE} is not there, and args have no consumed samples, or 0: they are counted from 0; nothing is "
+        "said", "3899 (_get_train_state_from_state_dict)", both(lacks(TRAIN_STATE), uncounted)),
     Habit((Thing.DATA,), _RESTORED, "consumed samples, by which its samplers go forward; Energon's loader has a place of its own in "
         "energon/ beside the steps", "1802 (maybe_load_dataloader_state)", ran=True),
     Habit((Thing.RNG,), _ANEW, f"{RUN_CONFIG} says save_rng: false: the seed's own states", "2846 (_load_checkpoint_from_path)",

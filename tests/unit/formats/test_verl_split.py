@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported, 
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint, roles_in
+from mcore_rlhf.manager.runs import goes_without
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.verify.checkpoint import verify
 from mcore_rlhf.verify.differ import Differ, Difference
@@ -100,6 +102,17 @@ def test_a_part_that_is_said_to_be_there_and_is_not(tmp_path: Path) -> None:
     shutil.rmtree(role / "optimizer")
     with pytest.raises(Incomplete, match=r"optimizer/dist_ckpt/.metadata: missing"):
         open_checkpoint(role, ReadOptions())
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json"])
+@pytest.mark.parametrize("folder", ["model", "optimizer", "extra"])
+def test_each_part_has_both_its_lists(name: str, folder: str, tmp_path: Path) -> None:
+    """Megatron-core writes them behind all files of a part, and loads none without them."""
+    split(WHOLE["fully"], (step := tmp_path / "global_step_2") / "actor")
+    assert goes_without(step)[-1].startswith("actor/ckpt_contents.json: verl writes it last")
+    (step / "actor" / folder / "dist_ckpt" / name).unlink()
+    with pytest.raises(Incomplete, match=rf"{folder}/dist_ckpt/{re.escape(name)}: missing"):
+        open_checkpoint(step / "actor", ReadOptions())
 
 
 def test_weights_beside_another_models_optimizer_are_converted_alone(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from mcore_rlhf.manager.runs import goes_without, listed_steps
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.storage.manifest import STEP_MANIFEST
-from mcore_rlhf.trainers.resuming import Settings, Thing
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import Depth, verify
+from tests.helpers.damage import edit_args
 from tests.helpers.plain_load import plain_load, plain_save
 
 GOLDEN, STEP, ITERATION = Path(__file__).parents[2] / "goldens" / "trainers" / "roll", "checkpoint-3", "iter_0000001"
@@ -55,7 +56,19 @@ def test_all_parts_are_one_checkpoint(root: Path) -> None:
 def test_random_states_of_its_ranks_are_kept(root: Path, tmp_path: Path) -> None:
     written = WriteOptions(rng="keep", global_batch_size=4)
     done = convert(root / STEP, tmp_path / "out", ConvertOptions(to="megatron", fsync=False, write=written))
-    assert (done.lossless, open_checkpoint(tmp_path / "out", ReadOptions()).state.iteration) == (True, 4)
+    made = open_checkpoint(tmp_path / "out", ReadOptions()).state
+    assert (done.lossless, made.iteration, made.args["consumed_train_samples"]) == (True, 4, 16)
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+def test_megatrons_own_data_go_forward_by_samples(root: Path, tmp_path: Path, batch: int | None) -> None:
+    """Which it counts where somebody says how many a step has; both loaders begin them again else, and are said to."""
+    for to in ("megatron-lm", "megatron-bridge"):
+        written = ConvertOptions(to=to, fsync=False, write=WriteOptions(global_batch_size=batch))
+        convert_step(find(root / STEP, ReadOptions()), tmp_path / to, written)
+        (told,) = forecast(tmp_path / to, loader_named(to)[0], Settings({})).roles.values()
+        (data,) = (one.row.outcome for one in told if one.thing is Thing.DATA)
+        assert data is (Outcome.RESTORED if batch else Outcome.ANEW)
 
 
 def test_weights_alone(root: Path, tmp_path: Path) -> None:
@@ -178,6 +191,16 @@ def test_one_process_of_mcore_adapters_trainer(root: Path) -> None:
 def into_run(source: Path, place: Path, **how: object) -> StepJob:
     written = WriteOptions(**how)  # type: ignore[arg-type]
     return convert_step(find(source, ReadOptions()), place, ConvertOptions(to="roll", fsync=False, write=written))
+
+
+@pytest.mark.parametrize("samples", [16, 17])
+def test_samples_are_steps_or_lost(tmp_path: Path, samples: int) -> None:
+    golden = Path(shutil.copytree(GOLDEN.parents[1] / "megatron" / "tp1_bf16_do", tmp_path / "megatron"))
+    edit_args(golden, consumed_train_samples=samples)
+    done = into_run(golden, tmp_path / "new")
+    said = "as the 2 steps" if samples == 16 else "consumed_train_samples: 17, and ROLL counts steps alone"
+    assert said in str(done.jobs["actor"].report.lines)
+    assert done.lossless == (samples == 16)
 
 
 def test_its_run_is_written(root: Path, tmp_path: Path) -> None:
