@@ -120,8 +120,10 @@ def _require_steps(root: ReadablePath) -> None:
     Raises:
         NotACheckpoint: It is no run's.
     """
-    names = [child.name for child in root.iterdir()]
-    if not names or any(name in _OF_A_ROOT or name.startswith(".") for name in names) or listed_steps(root):
+    inside = [*root.iterdir()]
+    if not inside or any(one.name in _OF_A_ROOT or one.name.startswith(".") for one in inside):
+        return
+    if any(steps.step_of(one) is not None and one.is_dir() for one in inside) or listed_steps(root):
         return
     hint = meant_below(root) or "Give the folder that holds global_step_N folders."
     if is_model(root):

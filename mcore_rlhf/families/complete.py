@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -206,8 +206,13 @@ def _absent(row: str, members: Mapping[int, frozenset[str]]) -> Iterator[str]:
 
 def _of_row(row: str, members: Mapping[int, frozenset[str]]) -> Iterator[str]:
     counted = Counter(members.values())
+    usual = defaultdict[str, list[frozenset[str]]](list)  # by key: a stranger's row may have as many kinds as members
+    for keys in (keys for keys, times in counted.items() if times >= _USUAL):
+        for key in keys:
+            usual[key].append(keys)
     for keys, count in counted.items():
-        more_of = {other: times for other, times in counted.items() if keys < other and times >= max(_USUAL, count + 1)}
+        alike = min((usual.get(key, []) for key in keys), key=len, default=[])
+        more_of = {other: counted[other] for other in alike if keys < other and counted[other] > count}
         if more_of:
             most, times = max(more_of.items(), key=lambda item: item[1])
             lacking, first = sorted(most - keys), min(number for number, found in members.items() if found == keys)

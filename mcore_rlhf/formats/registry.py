@@ -15,6 +15,7 @@ from mcore_rlhf.errors import (
     Incomplete,
     Lossy,
     NotACheckpoint,
+    Unreadable,
     Unsupported,
     UsageError,
     headline,
@@ -26,7 +27,7 @@ from mcore_rlhf.families.passes import OPENED, Passage, through
 from mcore_rlhf.families.selection import with_role
 from mcore_rlhf.families.source import Source, contradictory_degrees, contradictory_rates
 from mcore_rlhf.families.trainer_files import ACCELERATE, FSDP_WHOLE, TRANSFORMERS
-from mcore_rlhf.storage.paths import ReadablePath, files_below
+from mcore_rlhf.storage.paths import ReadablePath, files_below, no_files
 from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.unfinished import refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
@@ -157,7 +158,16 @@ def _shown(path: ReadablePath, options: ReadOptions) -> Source:
 
 def _with_what_is_beside(folder: ReadablePath, options: ReadOptions, partial: bool) -> Source:
     """What a format's reader makes of a folder, with what lies beside."""
-    read = _read(folder, options, partial)
+    try:
+        read = _read(folder, options, partial)
+    except CheckpointError as error:
+        odd: list[str] = []
+        with suppress(OSError):
+            odd = no_files(folder)
+        if not odd or isinstance(error, Unreadable):
+            raise
+        listed = ", ".join(odd[:_SHOWN]) + (", …" if len(odd) > _SHOWN else "")
+        raise type(error)(f"{error}\nNo file, but a pipe, a socket or a device: {listed}") from error
     return with_carried(read, next((one for one in FORMATS if one.name == read.format), None), options.stubs)
 
 

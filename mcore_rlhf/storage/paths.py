@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -252,6 +253,15 @@ def files_below(folder: ReadablePath, unlisted: Unlisted = passed_over) -> list[
     """The paths of all files below a folder, relative to it, with ``/``, in order."""
     found = (parent / name for parent, names in walk(folder, unlisted) for name in names)
     return sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
+
+
+def no_files(folder: ReadablePath) -> list[str]:
+    """What lies below a folder as if it were a file, and is a pipe, a socket or a device, which nobody reads."""
+    if not isinstance(folder, Path):
+        return []
+    found = (parent / name for parent, names in walk(folder) for name in names)
+    odd = (path for path in found if not (stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISLNK(mode)))
+    return sorted(path.relative_to(folder).as_posix() for path in odd)
 
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

@@ -53,6 +53,9 @@ _ZIP, _PICKLE, _BEFORE_ZIPS = b"PK\3\4", b"\x80", b"\x80\x02\x8a\nl\xfc\x9cF\xf9
 """How files begin; the last one is torch's magic number before 1.6. Source: torch 2.13.0, ``serialization.py`` (``MAGIC_NUMBER``)."""
 _PIECE_NBYTES = 4 << 20
 _MOST_PICKLED = 64 << 20
+_OF_FILES = frozenset(
+    {*_PICKLED, *_OFTEN_BY_TORCH, ITEMS, ".json", ".safetensors", ".txt", ".model", ".jinja", ".yaml"}
+)
 _NOT_LOOKED_AT = (
     Reason.NOT_REGULAR, Reason.DANGLING, Reason.LINKED_FOLDER, Reason.UNREADABLE, Reason.TOO_DEEP, Reason.VERSION_CONTROL,
     Reason.ODD_NAME,
@@ -73,7 +76,13 @@ def beside(
     _look_for_ranks(source, problems)
     if not listed:
         _look_for_gone(source, problems)
-    names = [item.path for item in _left(source) if item.reason not in _NOT_LOOKED_AT]
+    left = [*_left(source)]
+    for item in left:
+        if item.reason is Reason.NOT_REGULAR and PurePosixPath(item.path).suffix in _OF_FILES:
+            problems.add(
+                Incomplete, f"{source.root / item.path}: {item.reason.value}, but a pipe, a socket or a device"
+            )
+    names = [item.path for item in left if item.reason not in _NOT_LOOKED_AT]
     return tuple(itself(source.root, names, stubs, problems))
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from fnmatch import filter as filter_names
 from math import isnan
 from pathlib import Path, PurePath
 from typing import Literal, TypeVar
@@ -348,7 +349,11 @@ def size_of(folder: ReadablePath) -> int:
 
 def looks_foreign(folder: ReadablePath) -> bool:
     """Whether a folder directly holds what trainers write: a tracker, iterations, shards."""
-    return any(lies_in(folder, mark) for mark in left_by_trainers())
+    likely = left_by_trainers()
+    with suppress(OSError):  # where nobody may look, all are asked for
+        names = names_in(folder)
+        likely = tuple(mark for mark in likely if filter_names(names, mark.partition("/")[0]))
+    return any(lies_in(folder, mark) for mark in likely)
 
 
 def _age(step: Step) -> tuple[int, bool, str]:
