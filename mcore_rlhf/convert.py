@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.account import Account, Report
-from .core.facts import Fate
+from .core.facts import Fate, Item, Kind
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Untrusted, UsageError, headline
@@ -215,6 +215,9 @@ def prepare(
     seen = through(CONVERTED, passage)
     more = {key: value for key, value in asked.items() if key in opened.state.other or key not in seen.state.other}
     # after what drops another family's
+    for key in sorted(more.keys() & opened.state.other.keys()):
+        text = f"{key}: of another trainer's counters; the one that it goes to calls another thing so, and has its own"
+        seen.notes.add(Fate.LOST, text, Item(Kind.VALUE, key))
     seen = replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None
