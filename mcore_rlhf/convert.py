@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .core.account import Account, Report
-from .core.facts import Fate
+from .core.facts import Fate, Item, Kind
 from .core.lowrank import LowRankSum
 from .core.plan import FilePlan, plan_file
 from .errors import Lossy, Problems, Untrusted, UsageError, headline
@@ -213,9 +213,7 @@ def prepare(
     asked = wanted_of(opened)
     passage = Passage(opened, wanted, options.write, read, open_checkpoint)
     seen = through(CONVERTED, passage)
-    more = {key: value for key, value in asked.items() if key in opened.state.other or key not in seen.state.other}
-    # after what drops another family's
-    seen = replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
+    seen = _with_asked(seen, opened, asked)
     job = Job(passage.whole, wanted.target(seen, passage.write), seen=None if seen is passage.whole else seen)
     job.coverage = Coverage() if by_parts else None
     bring_along(seen, job.target, wanted, passage.write)
@@ -240,6 +238,15 @@ def prepare(
     if options.strict:
         refuse_losses(job.account)
     return job
+
+
+def _with_asked(seen: Source, opened: Source, asked: Mapping[str, object]) -> Source:
+    """The source with what the target's trainer asks for, after what drops another family's; a name that was another's is the target's."""
+    more = {key: value for key, value in asked.items() if key in opened.state.other or key not in seen.state.other}
+    for key in sorted(more.keys() & opened.state.other.keys()):
+        text = f"{key}: of another trainer's counters; the one that it goes to calls another thing so, and has its own"
+        seen.notes.add(Fate.LOST, text, Item(Kind.VALUE, key))
+    return replace(seen, state=replace(seen.state, other={**seen.state.other, **more})) if more else seen
 
 
 def refuse_losses(account: Account) -> None:

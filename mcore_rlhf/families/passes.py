@@ -23,7 +23,7 @@ from .megatron.state import MegatronState
 from .module import CONFIG, USE_MUON, ModuleState, described, may_lack_frozen
 from .options import ReadOptions, WriteOptions
 from .selection import selected
-from .source import OF_SCHEDULERS, Names, Source, at_step, counted_on, scheduled_groups
+from .source import OF_SCHEDULERS, UPDATES, Names, Source, counted_on, scheduled_groups
 
 GPT = "gpt"
 """The pattern of layers that asks for a GPTModel."""
@@ -318,10 +318,9 @@ def _marked(p: Passage) -> Source:
 
 def _has_other_groups(p: Passage) -> bool:
     """Whether a trainer makes its param groups by itself, and no run of it shows any; a DCP folder's own may be such a run's."""
-    unshown = p.write.run_of.second_group is not None and p.write.like is None
     own = p.to.lays_out_keys and p.source.format == p.to.name and p.write.run_of.second_group
-    wanted = p.module is not None and unshown and p.source.optimizer is not None and not own
-    return wanted and not any(USE_MUON in group.fields for group in p.source.state.groups)
+    wanted = p.module and p.source.optimizer and p.write.run_of.second_group is not None and p.write.like is None
+    return bool(wanted) and not own and not any(USE_MUON in group.fields for group in p.source.state.groups)
 
 
 def _in_its_groups(p: Passage) -> Source:
@@ -484,7 +483,8 @@ NAMES = (
 """Whose names it has, and what follows from them."""
 
 CONVERTED = (
-    Pass("updates in a step", lambda p: bool(p.module and p.module.tag), lambda p: at_step(p.source, p.write.run_of.step)),
+    Pass("updates in a step", lambda p: bool(p.module and p.module.tag) and p.write.run_of.step not in (0, p.source.state.iteration),
+         lambda p: counted_on(p.source, p.write.run_of.step - p.source.state.iteration, UPDATES)),
     Pass("a step's number", lambda p: p.write.run_of.shift > 0, lambda p: counted_on(p.source, p.write.run_of.shift)),
     Pass("contradictions", lambda p: p.write.merge_adapter or p.write.base_model is not None, _refuse_contradictions),
     Pass("plain weights", lambda p: p.write.dequantize, _dequantize),

@@ -334,20 +334,6 @@ def counted_on(source: Source, by: int, why: str = FROM_ZERO) -> Source:
     return replace(source, state=replace(source.state, iteration=at, other={**source.state.other, **held}))
 
 
-def at_step(source: Source, step: int) -> Source:
-    """A DeepSpeed checkpoint at the number of the step that it lies in, which is not its own count.
-
-    Args:
-        source: An opened checkpoint.
-        step: The number; zero where nobody says.
-    """
-    return (
-        counted_on(source, step - source.state.iteration, UPDATES)
-        if step not in (0, source.state.iteration)
-        else source
-    )
-
-
 _COUNTED_ON: Rule[Mapping[str, object]] = Rule(
     Fate.DERIVED, "iteration {own} becomes {at}: {why}", dict, [Item(Kind.VALUE, "iteration")]
 )

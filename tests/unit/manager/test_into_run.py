@@ -146,7 +146,6 @@ def test_the_position_among_openrlhfs_values_becomes_a_file(tmp_path: Path, to: 
 @pytest.mark.parametrize(
     ("planted", "said"),
     [
-        ({"global_step": 2}, "is of step 2, and the model of step 3"),
         ({"global_step": [3]}, "is of step [3], and the model of step 3"),
         ({"data_loader_state_dict": {"at": 7}}, "has none of _num_yielded, _snapshot"),
         ({"data_loader_state_dict": [3]}, "has none of _num_yielded, _snapshot"),
