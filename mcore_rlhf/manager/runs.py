@@ -432,7 +432,11 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
                 f"{role} is the weights of {at} alone: {lone} is of an optimizer whose model's files are not there"
             )
     for file, ranks, what in (
-        (trainer.data, dp if trainer.of_each_rank else 1, "begins its data anew"),
+        (
+            trainer.data,
+            dp if trainer.of_each_rank else 1,
+            "stops, as it opens it" if trainer.opens_data else "begins its data anew",
+        ),
         (trainer.random, world, "goes on with other random states"),
     ):
         gone = [rank for rank in range(ranks if file else 0) if not is_there(folder / file.format(rank=rank))]
