@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, LayoutMismatch, Problem
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import CONTENTS, is_split
+from mcore_rlhf.families.run_folders import CONTENTS, TRANSFORMER, is_split
 from mcore_rlhf.formats.fsdp_ranks.files import lone_optimizer
 from mcore_rlhf.formats.registry import is_model, open_without_manifest
 from mcore_rlhf.storage import reading
@@ -432,7 +432,11 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
                 f"{role} is the weights of {at} alone: {lone} is of an optimizer whose model's files are not there"
             )
     for file, ranks, what in (
-        (trainer.data, dp if trainer.of_each_rank else 1, "begins its data anew"),
+        (
+            trainer.data,
+            dp if trainer.of_each_rank else 1,
+            "stops, as it opens it" if trainer.opens_data else "begins its data anew",
+        ),
         (trainer.random, world, "goes on with other random states"),
     ):
         gone = [rank for rank in range(ranks if file else 0) if not is_there(folder / file.format(rank=rank))]
@@ -446,11 +450,13 @@ def goes_without(folder: ReadablePath, *, dp: int = 1, world: int = 1) -> list[s
                 )
             said.append(text)
     split = [places[0] for places in trainer.roles.values() if is_split(folder / places[0])]
-    listed = [f"{place}/{CONTENTS}".lstrip("/") for place in split]
-    why = (
-        f"{trainer.title} writes it last: the save did not end, or another program brought the folder into this layout"
-    )
-    return [*said, *(f"{name}: {why}" for name in listed if not is_there(folder / name))]
+    for name, why in (
+        (CONTENTS, "writes it last: the save did not end, or another program brought the folder into this layout"),
+        (TRANSFORMER, "needs none, and nothing else says how the run was laid out"),
+    ):
+        listed = (f"{place}/{name}".lstrip("/") for place in split)
+        said += (f"{file}: {trainer.title} {why}" for file in listed if not is_there(folder / file))
+    return said
 
 
 def _aside(root: ReadablePath, trainer: Trainer) -> Iterator[tuple[int, ReadablePath]]:

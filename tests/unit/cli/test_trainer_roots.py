@@ -213,7 +213,7 @@ def test_a_step_without_what_its_trainer_needs_is_incomplete(cli: Cli, tmp_path:
 
 
 def test_of_a_step_without_its_place_in_the_data_that_is_said(cli: Cli, tmp_path: Path) -> None:
-    """It is whole, as far as models go, and its trainer goes on from it: with the first prompts again."""
+    """It is whole, as far as models go; NeMo-RL stops where it opens that file, others begin their data again."""
     step = tmp_path / "run" / "step_3"
     shutil.copytree(GOLDENS / "trainers" / "nm_v1" / "step_3", step)
     assert cli("verify", step, "--json").json["missing"] == []
@@ -221,6 +221,6 @@ def test_of_a_step_without_its_place_in_the_data_that_is_said(cli: Cli, tmp_path
     found = cli("verify", step, "--json").json
     assert (found["intact"], found["missing"]) == (
         True,
-        ["train_dataloader.pt: without it NeMo-RL begins its data anew"],
+        ["train_dataloader.pt: without it NeMo-RL stops, as it opens it"],
     )
     assert "missing  train_dataloader.pt" in cli("verify", step).stdout
