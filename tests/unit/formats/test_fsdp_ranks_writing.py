@@ -39,10 +39,12 @@ from mcore_rlhf.formats.fsdp_ranks.state import RanksState
 from mcore_rlhf.formats.fsdp_ranks.writer import ranks_target
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.fsdp import part
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.dcp.sharded import Mesh, Release, dtensor
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.stored import Made, StoredTensor, TorchName
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.damage import edited
@@ -320,7 +322,7 @@ def test_pieces_of_original_parameters_are_what_flat_ones_are_made_of(
 
 def test_an_optimizer_by_name_is_read_and_written_so(tmp_path: Path) -> None:
     """``state.NAME.exp_avg`` and ``param_groups.NAME.lr``, as VeOmni's several optimizers have it in verl's files."""
-    plain, folder = VERL / "fsdp2_ws3", tmp_path / "by name"
+    plain, folder = VERL / "fsdp2_ws3", tmp_path / "global_step_2" / "actor"
     shutil.copytree(plain, folder)
     groups = opened(plain).state.groups
     for path in folder.glob("optim_*"):
@@ -337,6 +339,10 @@ def test_an_optimizer_by_name_is_read_and_written_so(tmp_path: Path) -> None:
             listed = group.pop("params")
             made_of |= {f"param_groups.{names[n]}.{key}": value for n in listed for key, value in group.items()}
         torch.save(made_of, path)
+    for strategy, outcome in (("veomni", Outcome.RESTORED), ("fsdp2", Outcome.REFUSED)):
+        settings = Settings({"actor.strategy": strategy})
+        told = forecast(folder.parent, loader_named("verl")[0], settings).roles["actor"]
+        assert {one.thing: one.row.outcome for one in told}[Thing.OPTIMIZER] is outcome
     source = opened(folder)
     assert [(group.params, group.fields) for group in source.state.groups] == [
         (group.params, group.fields) for group in groups
