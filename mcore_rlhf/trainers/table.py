@@ -258,10 +258,10 @@ class Trainer:
 
     def is_not_of(self, step: ReadablePath, other: Trainer) -> bool:
         """Whether a step of its own has a model where it has none itself, and another trainer does."""
-        own = {place for places in self.roles.values() for place in places}
-        return any(
-            (step / place).is_dir() for places in other.roles.values() for place in places if place and place not in own
+        own, others = (
+            {place.partition("/")[0] for places in one.roles.values() for place in places} for one in (self, other)
         )
+        return any((step / place).is_dir() for place in others - own if place)
 
     def missing(self, step: ReadablePath) -> tuple[str, ...]:
         """What it looks for in a step that is not there, so that it does not go on from it."""

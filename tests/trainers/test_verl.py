@@ -139,6 +139,19 @@ def test_verl_goes_on_with_original_parameters(lab: Lab, release: str, world: in
     assert losses(seen) == pytest.approx(losses(wanted), abs=2e-6)
 
 
+def test_verl_goes_on_with_an_optimizer_by_name(lab: Lab) -> None:
+    """As verl's engine of VeOmni has it, where that has several optimizers."""
+    how = {"by_name": True}
+    run, wanted = lab.trained("0.9.1", **how)
+    plain, _ = lab.trained("0.9.1")
+    there = lab.made(run, "by-name-megatron", "megatron", tp=2, dp=1)
+    folders = [lab.made(run, "by-name-same"), lab.made(there, "by-name-back", dp=2, like=str(run))]
+    do = [order for folder in folders for order in (("load", folder), ("train", 2))]
+    assert losses(lab.carry_out("0.9.1", 2, do, seed=7, **how)) == losses(wanted) * 2
+    numbered = lab.made(run, "by-name-numbered", like=str(plain))
+    assert losses(lab.carry_out("0.9.1", 2, [("load", numbered), ("train", 2)], seed=7)) == losses(wanted)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("lora", ["whole", "alone"])
 def test_verl_goes_on_with_a_lora(lab: Lab, strategy: str, lora: str) -> None:

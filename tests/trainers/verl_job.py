@@ -67,6 +67,25 @@ def adapted(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     return made
 
 
+class ByName:
+    """An optimizer as veomni's ``MultiOptimizer`` saves and loads it (0.1.12, ``veomni/optim/optimizer.py``)."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+        self.of, self.options = (model, optimizer), StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        return get_optimizer_state_dict(*self.of, options=self.options)
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        set_optimizer_state_dict(*self.of, optim_state_dict=states, options=self.options)
+
+
 class Run(Learner):
     """A run of verl's: model, optimizer, schedule, and the manager that keeps them."""
 
@@ -88,8 +107,9 @@ class Run(Learner):
                 "save_lora_only": orders.get("lora") == "alone",
             }
         )
+        kept = ByName(self.model, self.optimizer) if orders.get("by_name") else self.optimizer
         self.manager = FSDPCheckpointManager(
-            self.model, self.optimizer, self.schedule, processing_class=None, checkpoint_config=config
+            self.model, kept, self.schedule, processing_class=None, checkpoint_config=config
         )
 
     def save(self, path: str, at: int) -> None:

@@ -30,6 +30,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from . import rank_items
 from .adapter import numbers_in
+from .by_name import nested
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, VERSION, WORLD, is_rank_files, rank_files, said_of_run
 
 STRATEGY, CLIENT, TAG = "fsdp_strategy", "client_state", "tag"
@@ -56,7 +57,7 @@ class Manner:
         groups: Fields of its param groups; None where nobody said, and verl has one.
         scheduler: The fields of its scheduler's state; empty where nobody said.
         items: What torch_checkpointing calls its files besides model and optimizer; None for verl's files.
-        named: Whether its optimizer's states go by their parameters' names, as ``optimizer_transform_pre`` has them.
+        named: Whether its optimizer's states go by their parameters' names, as ``optimizer_transform_pre`` has them, or VeOmni.
         says_names: Whether its param groups list names (``param_names``).
         members: The parameters of each, in its optimizer's order; None where nobody said.
         alone: Of a run that saves its adapter without the base: how many parameters its optimizer lists, and which are the adapter's.
@@ -188,6 +189,8 @@ def with_strategy(found: Manner, root: ReadablePath, model: list[RankFile], opti
     found = replace(found, alone=numbers_in(model[0].tree, optimizer[0].tree, states) if optimizer else None)
     bare = any(isinstance(value, StoredTensor) and value.shape for of in states.values() for value in of.values())
     if not bare:
+        by_name = bool(optimizer) and any(rank_items.NAMES in group for group in _groups(optimizer[0]))
+        found = replace(found, named=by_name, says_names=by_name)
         return replace(found, version=found.version if optimizer and states else _version(root))
     tree = model[0].tree if isinstance(model[0].tree, dict) else {}
     shapes = {str(name): _shape(part) for name, part in tree.items() if isinstance(part, Local | StoredTensor)}
@@ -267,16 +270,19 @@ def like(folder: str, role: str) -> Manner:
     model = [read_rank_file(root, listed[MODEL][0])]
     if any(len(part.dims) > 1 for _, part in _named(model)):
         model += [read_rank_file(root, name) for name in listed[MODEL][1:]]
-    optimizer = [read_rank_file(root, name) for name in listed[OPTIMIZER][:1]]
+    optimizer = [nested(read_rank_file(root, name)) for name in listed[OPTIMIZER][:1]]
     extra = read_pt(root, listed[EXTRA][0]).tree if listed[EXTRA] else {}
     scheduler = extra.get(SCHEDULER) if isinstance(extra, Mapping) else None
     found = replace(
         with_strategy(manner_of(model), root, model, optimizer), strategy=strategy_in(extra), world=len(listed[MODEL])
     )
+    found = replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+    if optimizer and found.named:
+        return _with_names(found, optimizer[0])
     if optimizer:
         members = _members(model[0], optimizer[0], {VALUE_HEAD: SCORE} if found.strategy else {})
         found = replace(found, groups=_groups(optimizer[0]), members=members)
-    return replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
+    return found
 
 
 def strategy_in(extra: object) -> str:
@@ -310,9 +316,12 @@ def _like_items(root: Path) -> Manner:
     found = replace(with_items(manner_of([model]), model, optimizer, files), world=len(models))
     scheduler = read_pt(root, files[SCHEDULER][0]).tree if SCHEDULER in files else None
     found = replace(found, scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else {})
-    if not optimizer:
-        return found
-    groups = _groups(optimizer[0])
+    return _with_names(found, optimizer[0]) if optimizer else found
+
+
+def _with_names(found: Manner, optimizer: RankFile) -> Manner:
+    """The same with param groups, as far as they name their parameters."""
+    groups = _groups(optimizer)
     listed = [group.get(rank_items.NAMES) for group in groups]
     members = tuple(tuple(map(str, names)) for names in listed if isinstance(names, list))
     fields = tuple({key: value for key, value in group.items() if key != rank_items.NAMES} for group in groups)

@@ -48,6 +48,7 @@ from mcore_rlhf.storage.torchzip import read_directory
 from . import rank_items
 from .adapter import said_of, saying
 from .alike import brief, refuse_apart, refuse_swapped, scalar_of, told_apart
+from .by_name import nested
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
 from .manner import OTHERWISE, SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
 from .pieces import Flattened, Pieces, units_in
@@ -74,7 +75,7 @@ def read_ranks(root: ReadablePath, options: ReadOptions) -> Source:
         files, items = rank_files(root, optimizer=options.optimizer), False
         model, optimizer, extra = files[MODEL], files[OPTIMIZER], {"": files[EXTRA]} if files[EXTRA] else {}
     opened = [read_rank_file(root, name, options.stubs) for name in model]
-    optim = [read_rank_file(root, name, options.stubs) for name in (optimizer if options.optimizer else ())]
+    optim = [nested(read_rank_file(root, name, options.stubs)) for name in (optimizer if options.optimizer else ())]
     return _RanksReader(root, options, opened, optim, extra, items, Sidecar.read(root, options.stubs)).source()
 
 

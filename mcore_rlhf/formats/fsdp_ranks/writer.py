@@ -43,6 +43,7 @@ from mcore_rlhf.storage.dcp.sharded import dtensor
 
 from . import rank_items
 from .adapter import is_alone, texts_of
+from .by_name import flat
 from .files import CONFIG, EXTRA, MODEL, OPTIMIZER, VERSION, WORLD, file_of
 from .groups import as_run_has, scheduler_of
 from .manner import CLIENT, OF_RANK, SCORE, STRATEGY, TAG, VALUE_HEAD, Manner, dealt_to, like
@@ -449,6 +450,8 @@ class _Ranks:
                 fields[PARAMS] = list(range(first, first + count))
             groups.append(fields)
             first += count
+        if self.manner.named and self.manner.items is None:
+            return flat(state, groups)
         return {"state": dict(state), "param_groups": groups, **({rank_items.NAMED: 1} if self.manner.named else {})}
 
     def _states(self, name: str) -> Iterator[TensorEntry]:

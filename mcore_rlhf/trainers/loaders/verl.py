@@ -54,6 +54,19 @@ def _world(seen: Seen) -> int | None:
 
 
 _FSDP = has(*_RANKED, "fsdp_config.json")
+
+
+def _by_name(seen: Seen) -> bool:
+    """Whether the optimizer's states go by names in one level. Source: veomni 0.1.12, ``optim/optimizer.py`` (``MultiOptimizer``)."""
+    return any(key.startswith("state.") for name in seen.places(_OPTIM_FILE) for key in seen.keys(name))
+
+
+def _told(seen: Seen) -> object:
+    """The configuration has an engine of torch's: ``{now}`` and ``{file}``."""
+    now = seen.settings.get(f"{seen.role or 'actor'}.strategy", "engine.strategy")
+    return now in ("fsdp", "fsdp2") and {"now": now, "file": next(iter(seen.places(_OPTIM_FILE)), "")}
+
+
 _IN_FSDP = "utils/checkpoint/fsdp_checkpoint_manager.py (load_checkpoint)"
 _IN_DRIVER = "trainer/ppo/ray_trainer.py (_load_checkpoint)"
 _GONE = "{file} is not there ({ranks} ranks): its rank fails; as many ranks must load as saved"
@@ -86,7 +99,10 @@ def _inside(things: tuple[Thing, ...], outcome: Outcome, why: str, line: str, wh
 
 
 _KEYS = (
-    _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "233", without(_OPTIM_FILE, "state", "param_groups")),
+    _inside(OF_OPTIMIZER, _REFUSED, "{file} goes by names, as the engine veomni has it with several optimizers; {now} looks for numbers: a "
+        "KeyError", "233", lambda seen: _by_name(seen) and _told(seen)),
+    _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: a KeyError", "233",
+        lambda seen: not _by_name(seen) and without(_OPTIM_FILE, "state", "param_groups")(seen)),
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key}: loading it, or the first step, fails", "233", ungrouped(_OPTIM_FILE)),
     _inside(OF_OPTIMIZER, _REFUSED, "{file} has no {key} for {count} parameters: loading it, or the first step, fails", "233",
         uneven(_OPTIM_FILE)),

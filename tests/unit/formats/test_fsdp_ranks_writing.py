@@ -39,10 +39,12 @@ from mcore_rlhf.formats.fsdp_ranks.state import RanksState
 from mcore_rlhf.formats.fsdp_ranks.writer import ranks_target
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.fsdp import part
+from mcore_rlhf.manager.will_resume import forecast, loader_named
 from mcore_rlhf.models.spec import Rule, Rules
 from mcore_rlhf.storage.dcp.sharded import Mesh, Release, dtensor
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.stored import Made, StoredTensor, TorchName
+from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.damage import edited
@@ -316,6 +318,55 @@ def test_pieces_of_original_parameters_are_what_flat_ones_are_made_of(
     again = opened(new)
     for name in source.model.shapes:
         assert torch.equal(tensor_of(again, name, "exp_avg_sq"), tensor_of(source, name, "exp_avg_sq")), name
+
+
+def test_an_optimizer_by_name_is_read_and_written_so(tmp_path: Path) -> None:
+    """``state.NAME.exp_avg`` and ``param_groups.NAME.lr``, as VeOmni's several optimizers have it in verl's files."""
+    plain, folder = VERL / "fsdp2_ws3", tmp_path / "global_step_2" / "actor"
+    shutil.copytree(plain, folder)
+    groups = opened(plain).state.groups
+    for path in folder.glob("optim_*"):
+        own = torch.load(path, weights_only=False)
+        names = {
+            n: name
+            for of, group in zip(own["param_groups"], groups, strict=True)
+            for n, name in zip(of["params"], group.params, strict=True)
+        }
+        made_of = {
+            f"state.{names[n]}.{key}": value for n, states in own["state"].items() for key, value in states.items()
+        }
+        for group in own["param_groups"]:
+            listed = group.pop("params")
+            made_of |= {f"param_groups.{names[n]}.{key}": value for n in listed for key, value in group.items()}
+        torch.save(made_of, path)
+    for strategy, outcome in (("veomni", Outcome.RESTORED), ("fsdp2", Outcome.REFUSED)):
+        settings = Settings({"actor.strategy": strategy})
+        told = forecast(folder.parent, loader_named("verl")[0], settings).roles["actor"]
+        assert {one.thing: one.row.outcome for one in told}[Thing.OPTIMIZER] is outcome
+    source = opened(folder)
+    assert [(group.params, group.fields) for group in source.state.groups] == [
+        (group.params, group.fields) for group in groups
+    ]
+    made(folder, tmp_path / "same")
+    made(plain, tmp_path / "like", like=str(folder))
+    made(folder, tmp_path / "numbered", like=str(plain))
+    for name, wanted in (("same", folder), ("like", folder), ("numbered", plain)):
+        for found, own in zip(loaded(tmp_path / name, "optim"), loaded(wanted, "optim"), strict=True):
+            assert found.keys() == own.keys()
+            for key in own.keys() - {"state", "param_groups"}:
+                assert same_here(found[key], own[key]), key
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(
+                tensor_of(opened(tmp_path / name), "head.weight", state), tensor_of(source, "head.weight", state)
+            )
+
+
+def same_here(one: Any, other: Any) -> bool:
+    """Whether two values are the same, of tensors on this rank."""
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    one, other = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    return torch.equal(one, other)
 
 
 def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
