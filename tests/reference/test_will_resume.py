@@ -420,6 +420,16 @@ def test_accelerate_with_fsdp_goes_on_from_what_we_write(
     assert all(found[by][0] == found["whole"][0] for by in ("own", "hf-accelerate", "dcp", "deepspeed"))
 
 
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_trainer_with_fsdp_goes_on_with_an_adapter(kind: str, forked_ranks: ForkedRanks, tmp_path: Path) -> None:
+    """Its shards have peft's names, and the optimizer the model's: "the optimizer trains …, but the model does not have it"."""
+    printed = forked_ranks.run(1, "tests.reference.trainer_fsdp", kind, str(tmp_path), store=False)
+    found = json.loads(next((line for line in printed.splitlines() if line.startswith('{"whole')), "{}"))
+    assert found["intact"]
+    assert found["resumes"]
+    assert [found[by] == found["whole"] for by in ("own", "hf-trainer", "dcp", "deepspeed")] == [True] * 4, found
+
+
 def test_accelerate_on_another_backend_than_the_steps(forked_ranks: ForkedRanks, tmp_path: Path) -> None:
     """Alone, with FSDP, with DeepSpeed: each loads its own, and stops at what the others saved; as is said of each."""
     kinds = ("NO", "SHARDED_STATE_DICT", "ZERO-2")

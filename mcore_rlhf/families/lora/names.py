@@ -90,6 +90,11 @@ def in_memory(memory: str) -> AdapterTensor | None:
     return None
 
 
+def of_file(file: str) -> bool:
+    """Whether a name is one of peft's file that no other tensor has."""
+    return any(pattern.fullmatch(file) for pattern, _, _ in _IN_FILE[:-1]) and in_memory(file) is None
+
+
 def in_file(file: str, saved_modules: Collection[str]) -> AdapterTensor:
     """The tensor that has this name in a file of peft's.
 

@@ -30,6 +30,7 @@ from typing import Any
 
 from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.families.fsdp.groups import PARAMS
+from mcore_rlhf.families.lora.names import in_memory
 from mcore_rlhf.models.meaning.bounds import is_number
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.records import record_of
@@ -57,12 +58,14 @@ class KeyLayout:
         optimizer: Path of the optimizer's, or None where the folder has none.
         style: How its keys are spelled.
         top: Whether something lies outside of the dictionary that both of them are in.
+        adapted: Whether the model's are an adapter's, under the names that peft's file has for them; the optimizer's are not.
     """
 
     model: Path_
     optimizer: Path_ | None = None
     style: Style = Style.NESTED
     top: bool = False
+    adapted: bool = False
 
     @classmethod
     def noted(cls, values: Mapping[str, object]) -> KeyLayout | None:
@@ -85,7 +88,8 @@ class KeyLayout:
 
     def model_path(self, param: str) -> Path_:
         """Path of a parameter or buffer."""
-        return (*self.model, param)
+        own = in_memory(param) if self.adapted else None
+        return (*self.model, param if own is None else own.file)
 
     def state_path(self, param: str, state: str, number: int = 0) -> Path_:
         """Path of a parameter's optimizer state; the number is its own among all that are trained."""

@@ -16,6 +16,7 @@ from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.fsdp.state import RNG, iteration_of, scheduler_key, scheduler_of
 from mcore_rlhf.families.fsdp.tied import find_aliases
 from mcore_rlhf.families.inventory import Unplaced
+from mcore_rlhf.families.lora.names import in_file, in_memory, of_file
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED
@@ -154,6 +155,7 @@ class _DcpReader:
         there = self.opened.tensors.keys() | self.opened.objects.keys()
         keys = parsed(self.layout, {key: path for key, path in self.paths.items() if key in there})
         self._sort(keys)
+        self._name_adapter()
         self._split_fused()
         if self._with_optimizer and self.located.optimizer is not None:
             of, weights = (path.relative_to(self.located.root) for path in (self.located.optimizer, self.opened.folder))
@@ -219,6 +221,18 @@ class _DcpReader:
             self.collected.own.setdefault(key.param, {})[key.name] = value
         else:
             self.collected.fields.setdefault(key.group, {})[key.name] = value
+
+    def _name_adapter(self) -> None:
+        """Let an adapter's tensors have the names that the model has for them, as the optimizer does: they are peft's.
+
+        Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``_get_model_state_dict`` with ``adapter_only``), as transformers calls it.
+        """
+        trained = dict.fromkeys([*self.collected.members(), *self.state_keys])
+        known = {found.file: found.memory for name in trained if (found := in_memory(name)) is not None}
+        if self.located.optimizer is None or not any(map(of_file, self.model_keys)):
+            return
+        names = {key: known.get(key) or in_file(key, ()).memory for key in self.model_keys}
+        self.model_keys = {names[key]: full for key, full in self.model_keys.items()}
 
     def _split_fused(self) -> None:
         """Let each of queries, keys and values have what the optimizer keeps of the one parameter that they are.

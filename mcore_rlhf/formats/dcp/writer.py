@@ -23,6 +23,7 @@ from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.families.fsdp.masters import OF_MASTERS, Trained
 from mcore_rlhf.families.fsdp.state import MADE, RNG
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of, value_items
+from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
@@ -55,7 +56,8 @@ def dcp_target(source: Source, options: WriteOptions, *, apart: bool = False) ->
     source, report = for_run(source, options), source.notes.for_target()
     choices = choose(source, options)
     if apart:
-        layout = ACCELERATE if choices.optimizer else replace(ACCELERATE, optimizer=None)
+        adapted = all(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
+        layout = replace(ACCELERATE, optimizer=ACCELERATE.optimizer if choices.optimizer else None, adapted=adapted)
         choices = replace(choices, layout=layout, inner="", weights=False, apart=APART)
     content, own = _content(source, choices, {} if apart else rest_of(source, choices)), DcpState.of(source)
     if own:

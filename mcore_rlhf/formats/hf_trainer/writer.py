@@ -26,7 +26,7 @@ from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
 from mcore_rlhf.families.fsdp.state import MADE, is_of_one, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
-from mcore_rlhf.families.lora.names import BASE_LAYER, OF_ADAPTER
+from mcore_rlhf.families.lora.names import BASE_LAYER, OF_ADAPTER, in_memory, of_file
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
 from mcore_rlhf.families.module import CONFIG, ModuleState, described, loose_values
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -37,6 +37,8 @@ from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
 from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles, new_states, of_ranks, place_of_model, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.storage.paths import ReadablePath
+from mcore_rlhf.storage.pt import read_pt
 
 from .files import ALIKE, SCALER, HfRunState, OneModel
 from .like import PICKLED, Like, is_sharded
@@ -62,30 +64,27 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
     adapted = any(OF_ADAPTER.fullmatch(spec.name) for spec in source.model.params)
     prepared = adapted and not files.counters and any(f".{BASE_LAYER}." in spec.name for spec in source.model.params)
     adapted = adapted and not prepared
-    if adapted and HfRunState.of(source) is None:
+    given = None if options.like is None else Path(options.like).expanduser()
+    sharded = _is_sharded(source, module, options)
+    whole = not sharded and _is_whole(source, given)
+    if adapted and HfRunState.of(source) is None and not sharded:
         source = adapter_alone(source, options.reference_config)
         module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
-    given = None if options.like is None else Path(options.like).expanduser()
     shown = None if given is None else _shown(given, like_it.weights[0])
     spelled = (module if shown is None else ModuleState.needed(shown)).spelled
     packed = not files.counters and (shown is None or repacked(shown, config, packs_experts=False) is not shown)
     optimizer = source.optimizer is not None and not options.no_optimizer
     if optimizer:
         check_groups(source)
-    sharded = not adapted and _is_sharded(source, module, options)
-    whole = not sharded and _is_whole(source, given)
     if (sharded or whole) and one.number:
         raise Unsupported(f"{source.root}: accelerate has one model in a run on FSDP\n--role takes one of them.")
-    if whole and adapted:
-        raise Unsupported(
-            f"{source.root}: an adapter, for a run on FSDP with FULL_STATE_DICT, which loads it from {FSDP_WHOLE}\n"
-            "Let the run have SHARDED_STATE_DICT, or none of FSDP."
-        )
     if whole:
         one = replace(one, files=files.of_fsdp, weights=(weights[3], *weights[1:]))
         files, weights = one.files, one.weights
     if sharded:
+        if adapted and files.counters:
+            source = _in_two_groups(source)
         base = weights[2].target(_sharded(source, module), options)
         if config:
             base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
@@ -95,6 +94,9 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
             if prepared or spelled
             else _alone(source, config, options, weights[adapted], packed=packed)
         )
+        if whole and adapted:  # which that run loads from its own file
+            loaded = _as_prepared(source, {}, _names_in(given or source.root, source), options, weights[0])
+            base = replace(base, files=(*base.files, *loaded.files), source=base.source.joined(loaded.source))
     asked = optimizer or options.like is not None
     every = trainable_order(config, source.model, module.buffers) if asked else []
     still = _still(source, module)
@@ -181,6 +183,27 @@ def _is_whole(source: Source, like: Path | None) -> bool:
     """Whether the run that goes on is FSDP's, and loads :data:`FSDP_WHOLE`."""
     own = HfRunState.of(source)
     return (like / FSDP_WHOLE).is_file() if like is not None else own is not None and own.whole
+
+
+def _names_in(shown: ReadablePath, source: Source) -> dict[str, str]:
+    """What an adapter's tensors are called in :data:`FSDP_WHOLE`: as in peft's file by the first FSDP, and as in the model by the second.
+
+    Source: accelerate 1.15.0, ``utils/fsdp_utils.py`` (``_get_model_state_dict`` with ``adapter_only``), as transformers calls it.
+    """
+    there = read_pt(shown, FSDP_WHOLE).tree
+    if not isinstance(there, Mapping) or not any(of_file(str(name)) for name in there):
+        return {}
+    return {spec.name: own.file for spec in source.model.params if (own := in_memory(spec.name)) is not None}
+
+
+def _in_two_groups(source: Source) -> Source:
+    """A source whose one group is the Trainer's first: the second, of biases and norms, trains nothing of an adapter, and is asked for."""
+    groups = source.state.groups
+    if len(groups) != 1:
+        return source
+    still = {key: value for key, value in groups[0].fields.items() if key not in groups[0].scalars}
+    second = ParamGroup({**still, "weight_decay": 0.0}, params=())
+    return replace(source, state=replace(source.state, groups=(*groups, second)))
 
 
 def _sharded(source: Source, module: ModuleState) -> Source:
