@@ -14,12 +14,13 @@ from mcore_rlhf.core.cast import as_floats, differing_after_rounding
 from mcore_rlhf.core.catalog import FLOAT32, FLOATING, MASTER, PARAM, Box, Chunk, TensorEntry, TensorName
 from mcore_rlhf.core.execute import SourceBytes
 from mcore_rlhf.core.facts import Item, Kind, same
-from mcore_rlhf.errors import CheckpointError
+from mcore_rlhf.errors import CheckpointError, shown
 from mcore_rlhf.families.inventory import OPAQUE, inventory_of
 from mcore_rlhf.families.megatron.state import MegatronState, opaque_item
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.dcp.folder import DcpObject
+from mcore_rlhf.storage.reading import opened
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
 from .audit import paired
@@ -253,7 +254,8 @@ class Differ:
                 continue  # where experts are not dealt over ranks, they are in the others' groups
             if not same(_distinct(of_a, says_start), _distinct(of_b, says_start)):
                 whose = "experts' " if expert else ""
-                self._differs(f"{whose}param_groups", f"the optimizer's {whose}param groups are not the same")
+                text = f"the optimizer's {whose}param groups are not the same: {_fields_apart(of_a, of_b)}"
+                self._differs(f"{whose}param_groups", text)
         for counter in _COUNTERS:
             if a.args.get(counter) != b.args.get(counter):
                 self._differs(counter, f"{a.args.get(counter)} and {b.args.get(counter)}")
@@ -281,6 +283,8 @@ class Differ:
         if not same_ranks:
             self._note("RNG states, and what else belongs to ranks, were not compared: the ranks are not the same")
         a, b = _rest(self.a, self.bytes_a, same_ranks), _rest(self.b, self.bytes_b, same_ranks)
+        if both := sorted({*self.a.unplaced} & {*self.b.unplaced}):
+            self._note(f"not known, and not compared: {', '.join(both)}")
         items = dict.fromkeys((*a, *b))
         apart = [item for item in items if not same(a.get(item, _NOTHING), b.get(item, _NOTHING))]
         if apart:
@@ -337,7 +341,10 @@ _COMPARED = {Item(Kind.VALUE, "iteration"), *(Item(Kind.ARGUMENT, counter) for c
 _WORDS = {
     Kind.RNG: "RNG states", Kind.SCALER: "loss scaler", Kind.ARGUMENT: "arguments", Kind.CONFIG: "configuration",
     Kind.OPTIMIZER: "others of the optimizer", Kind.MODEL: "others of the model", Kind.VALUE: "others of the run",
+    Kind.FILE: "files beside",
 }  # fmt: skip
+_LOOKED_INTO = 1 << 24
+"""Bytes of a file beside up to which it is compared as a whole."""
 _NOTHING = object()
 """Where one has a value that the other has not."""
 
@@ -349,7 +356,19 @@ def _rest(source: Source, where: SourceBytes, of_ranks: bool) -> dict[Item, obje
     opaque = {OPAQUE} if megatron is None else set(map(opaque_item, megatron.opaque()))
     named = _COMPARED | opaque if megatron is not None or not of_ranks else _COMPARED
     items = inventory_of(source).items()
-    return {item: _read(value, where) for item, value in items if item.kind not in left_out and item not in named}
+    rest = {item: _read(value, where) for item, value in items if item.kind not in left_out and item not in named}
+    return {**rest, **{Item(Kind.VALUE, name): True for name in source.unplaced}, **_beside(source)}
+
+
+def _beside(source: Source) -> dict[Item, object]:
+    """The files that go along, by what is in them; of a large one, its length."""
+    carried = source.carried
+    files = [] if carried is None else [(carried.folder / one.path, one) for one in carried.found if one.reason is None]
+    found = dict[Item, object]()
+    for path, one in files:
+        with suppress(CheckpointError, OSError), opened(path) as file:  # `verify` speaks of what cannot be read
+            found[Item(Kind.FILE, one.path)] = file.read(0, one.nbytes) if one.nbytes <= _LOOKED_INTO else one.nbytes
+    return found
 
 
 def _read(value: object, where: SourceBytes) -> object:
@@ -367,6 +386,16 @@ def _read(value: object, where: SourceBytes) -> object:
         return record.dtype, stored.start, stored.shape, stored.strides, data
 
     return map_tensors(value, content)
+
+
+def _fields_apart(of_a: Sequence[Mapping[str, object]], of_b: Sequence[Mapping[str, object]]) -> str:
+    """The fields whose values are not the same in two checkpoints' groups."""
+    said = [
+        {name: {repr(of.get(name, _NOTHING)) for of in groups} for of in groups for name in of}
+        for groups in (of_a, of_b)
+    ]
+    apart = [name for name in dict.fromkeys((*said[0], *said[1])) if said[0].get(name) != said[1].get(name)]
+    return ", ".join(map(shown, apart)) or "they go together otherwise"
 
 
 def _distinct(groups: Iterable[Mapping[str, object]], says_start: bool) -> list[object]:
