@@ -214,10 +214,10 @@ def bring_along(source: Source, target: Target, wanted: Format, write: WriteOpti
     """
     family, row = ModuleState.of(source), write.run_of.beside
     if row is None and family is not None and wanted.name == source.format:
-        if write.run_of.name:
-            target.report.through([OF_RANKS], family)
-        else:
+        if not write.run_of.name:
             row = family.beside
+        elif family.beside is not None:  # a format that is a trainer's own has written them
+            target.report.through([OF_RANKS], family)
     if source.origin and not wanted.own_sidecar:
         _leave_origin(source, target)
     files = {} if source.carried is None else source.carried.files

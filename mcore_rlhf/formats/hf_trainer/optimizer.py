@@ -161,6 +161,11 @@ class OptimizerFile:
             raise LayoutMismatch(
                 f"{self.where}: has the parameter {strange[0]}, which is not among the weights beside it\n{_WEIGHTS_ALONE}"
             )
+        if len({*self.names.values()}) < len(self.names):
+            twice = next(name for name in self.names if name in tied and tied[name] in self.names)
+            raise LayoutMismatch(
+                f"{self.where}: has {twice} and {tied[twice]}, which are one parameter\n{_WEIGHTS_ALONE}"
+            )
         for fields in self.collected.fields.values():
             fields[PARAMS] = [self.names[str(one)] for one in cast(list[object], fields[PARAMS])]
         self.collected.scalars = {self.names[name]: kept for name, kept in self.collected.scalars.items()}
