@@ -18,7 +18,20 @@ import torch
 import torch.distributed as dist
 
 from tests.trainers.absent import stand_in
-from tests.trainers.lessons import BATCH, DECAY, LEAST, RATE, WARM, WHOLE, Step, begin, loss_of, model_of, seen_of
+from tests.trainers.lessons import (
+    BATCH,
+    BETAS,
+    DECAY,
+    LEAST,
+    RATE,
+    WARM,
+    WHOLE,
+    Step,
+    begin,
+    loss_of,
+    model_of,
+    seen_of,
+)
 from tests.trainers.openrlhf_job import told_by_a_launcher
 
 stand_in("vllm", "olmo_core", "beaker", "wandb", "backoff", "tiktoken", "docker", "openenv")
@@ -81,6 +94,8 @@ class Run:
         }  # fmt: skip
         self.done = self._made(None)["optimization_steps_done"]
         assert self.done == 0
+        for group in self.engine.optimizer.param_groups:  # all trainers' here; its own are torch's
+            group["betas"] = BETAS
 
     def _made(self, root: str | None) -> Any:
         """What its own ``from_pretrained`` makes; with the folder that it resumes from, if there is one."""
