@@ -169,7 +169,11 @@ def _otherwise(path: ReadablePath, taken: Taken, data: str) -> list[str]:
         return []
     found, run = step_at(taken.folder), run_at(path)
     steps = [found] if found is not None else [*run.found.values()] if run is not None and run.trainer.by_role else []
-    meant = (one for one in steps if found is not None or {*taken.places.values()} & {*one.places.values()})
+    meant = (
+        one
+        for one in steps
+        if found is not None or any(place in one.places.values() for place in taken.places.values())
+    )
     said = [text for one in meant for text in one.contradictions()]
     with suppress(CheckpointError, OSError):  # what cannot be read, a row says
         if data and is_there(taken.folder / data) and (wrong := astray(read_pt(taken.folder, data).tree)):

@@ -423,11 +423,12 @@ def _check_equal(opened: OpenedTag, first: PtFile, top: Mapping[str, Any]) -> No
                 problems.add(LayoutMismatch, text, _MIXED)
     for pt in opened.optim.values():
         _check_partition_count(opened, pt, problems)
-    stages = {pt.directory.path: stage_number(_optimizer_in(pt).get("zero_stage", 1)) for pt in opened.optim.values()}
-    for path, stage in stages.items():
-        if stage != (of_first := next(iter(stages.values()))):
-            text = f"{path}: is of ZeRO stage {stage}, but {next(iter(stages))} of {of_first}"
-            problems.add(LayoutMismatch, text, _MIXED)
+    stages = [(pt.directory.path, stage_number(_optimizer_in(pt).get("zero_stage", 1))) for pt in opened.optim.values()]
+    for path, stage in stages[1:]:
+        if stage != stages[0][1]:
+            problems.add(
+                LayoutMismatch, f"{path}: is of ZeRO stage {stage}, but {stages[0][0]} of {stages[0][1]}", _MIXED
+            )
     problems.raise_if_any()
 
 
