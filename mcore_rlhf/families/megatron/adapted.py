@@ -18,7 +18,7 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.record_file import StoredFile
 
-from .folders import FileRank
+from .folders import TRACKER, FileRank, iteration_folder_name, tracked
 from .state import SCHEDULER_KEYS
 
 RNG, MOST_STEPS = "rng_state", 10**15
@@ -32,11 +32,13 @@ class BesideIteration:
         top: The schedule, under the key that Megatron has for one that counts steps.
         random: Random states by rank.
         files: All of them.
+        astray: What the tracker names, where no such iteration is there; empty otherwise.
     """
 
     top: Mapping[str, object] = field(default_factory=dict)
     random: Mapping[int, object] = field(default_factory=dict)
     files: Sequence[StoredFile] = ()
+    astray: str = ""
 
     @classmethod
     def of(cls, step: ReadablePath, options: ReadOptions) -> BesideIteration:
@@ -58,6 +60,7 @@ class BesideIteration:
             {SCHEDULER_KEYS[1]: values[None]} if None in values else {},
             {rank: value for rank, value in values.items() if rank is not None},
             [StoredFile.of_zip(pt.file, pt.directory) for _, pt in opened],
+            next((name for name in map(iteration_folder_name, tracked(step)) if not (step / name).is_dir()), ""),
         )
 
     @property
@@ -93,5 +96,7 @@ def _surplus(asked: tuple[BesideIteration, int]) -> Values | None:
 GAPS: tuple[Rule[tuple[BesideIteration, int]], ...] = (
     Rule(Fate.LOST, "RNG states: rank {found} has no file of them, and those of all ranks are derived", _gap),
     Rule(Fate.LOST, "RNG states: of {has} ranks, and the run has {world}: derived", _surplus),
-)
-"""Of the run's number of ranks: who has no random states. ROLL goes on with others there, and says so in its log alone."""
+    Rule(Fate.NOTE, f"{TRACKER} names {{found}}, which is not there: ROLL finds no weights",
+         lambda asked: asked[0].astray, contradicts=True),
+)  # fmt: skip
+"""Of the run's number of ranks: who has no random states. ROLL goes on with others there, and says so in its log alone. And its tracker."""

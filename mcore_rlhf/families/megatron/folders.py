@@ -154,12 +154,16 @@ def looks_like_root(path: ReadablePath, is_checkpoint: Callable[[ReadablePath], 
         is_checkpoint: Whether a folder directly holds a checkpoint of the format.
     """
     found = iteration_folders(path)
-    tracked = [n for n in _tracked(path) if n in found]
-    return any(is_checkpoint(found[n]) for n in tracked or found)
+    meant = [n for n in tracked(path) if n in found]
+    return any(is_checkpoint(found[n]) for n in meant or found)
 
 
-def _tracked(root: ReadablePath) -> tuple[int | None, ...]:
-    """The iteration that the tracker names, None for a release; nothing where it says nothing that can be read."""
+def tracked(root: ReadablePath) -> tuple[int | None, ...]:
+    """The iteration that the tracker names, None for a release; nothing where it says nothing that can be read.
+
+    Args:
+        root: The folder of iterations.
+    """
     try:
         text = reading.read_line(root / TRACKER)
     except OSError:
@@ -176,7 +180,7 @@ def iteration_meant(root: ReadablePath, step: int | None) -> ReadablePath | None
         root: Any folder.
         step: The iteration that is wanted; None for what the tracker names.
     """
-    wanted = _tracked(root) if step is None else (step,)
+    wanted = tracked(root) if step is None else (step,)
     found = iteration_folders(root) if wanted else {}
     return next((found[one] for one in wanted if one in found), None)
 
@@ -267,7 +271,7 @@ def newer_non_persistent(root: ReadablePath, iteration: int | None) -> str:
         iteration: What was chosen; None for a release, and where nothing was.
     """
     beside = root / NON_PERSISTENT
-    found = max((n for n in _tracked(beside) if n is not None), default=None)
+    found = max((n for n in tracked(beside) if n is not None), default=None)
     if found is None or found not in iteration_folders(beside) or (iteration is not None and found <= iteration):
         return ""
     older = "" if iteration is None else f", newer than iteration {iteration}"

@@ -21,7 +21,7 @@ _RESTORED, _ANEW, _IGNORED, _REFUSED, _ABSENT = Outcome
 _OPTIMIZER, _MODEL, _WEIGHTS = "iter_*/dist_optimizer", "iter_*/mp_rank_*/model_optim_rng.pt", "iter_*/dist_model/*"
 _EACH = run_folders.RANDOM[0]
 _RANDOM = _EACH.format(rank="*")
-_LOAD = "load_checkpoint"
+_LOAD, _TRACKER = "load_checkpoint", "latest_checkpointed_iteration.txt"
 
 
 _OWN = "iter_*/mp_rank_*/optimizer.pt"
@@ -59,6 +59,13 @@ _OF_PIPELINE = rows_of(
     Habit((Thing.COUNTERS,), _RESTORED, f"step, in {COUNTED}", "roll/pipeline/base_pipeline.py:__init__"),
     Habit((Thing.DATA,), _RESTORED, f"scheduler_state_… of each domain, in {COUNTED}", "roll/pipeline/rlvr/rlvr_pipeline.py:303"),
 )  # fmt: skip
+
+
+def _tracks_another(seen: Seen) -> object:
+    """Its tracker names an iteration that is not there: ``{wrong}``."""
+    return next(({"wrong": text} for text in seen.held.contradicts if text.startswith(_TRACKER)), None)
+
+
 ROWS = rows_of(
     "ROLL 8eb27cc2, roll/distributed/strategy/megatron_strategy.py:",
     Habit(ALL, _REFUSED, "iter_0000001/dist_optimizer is not there, or not whole, and use_distributed_optimizer looks for it first: a "
@@ -80,8 +87,9 @@ ROWS = rows_of(
     Habit(ALL, _REFUSED, "the weights lie in dist_model (ckpt_format: torch_dist), which it loads without the model: an AttributeError; "
         "save them with ckpt_format: legacy", f"{_LOAD}; mcore_adapter/checkpointing.py:load_state_dict_from_checkpoint", has(_WEIGHTS),
         True),
-    Habit(ALL, _REFUSED, "latest_checkpointed_iteration.txt is not there: “No model state_dict found in checkpoint”", _LOAD,
-        lacks("latest_checkpointed_iteration.txt"), True),
+    Habit(ALL, _REFUSED, f"{_TRACKER} is not there: “No model state_dict found in checkpoint”", _LOAD,
+        lacks(_TRACKER), True),
+    Habit(ALL, _REFUSED, "{wrong}", _LOAD, _tracks_another),
     Habit(ALL, _REFUSED, "a rank's model_optim_rng.pt is not there: {problem}", _LOAD,
         lambda seen: not seen.has(_MODEL) and {"problem": seen.held.problem or "a FileNotFoundError"}, True),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file is missing: {problem}", _LOAD, incomplete),

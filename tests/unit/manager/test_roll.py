@@ -53,6 +53,15 @@ def test_all_parts_are_one_checkpoint(root: Path) -> None:
     assert {one.thing for one in told.roles["actor"]} >= {Thing.WEIGHTS, Thing.OPTIMIZER, Thing.SCHEDULER, Thing.RNG}
 
 
+def test_a_tracker_of_an_iteration_that_is_not_there_stops_its_loader(root: Path) -> None:
+    (root / STEP / "latest_checkpointed_iteration.txt").write_text("2")
+    said = "latest_checkpointed_iteration.txt names iter_0000002, which is not there: ROLL finds no weights"
+    assert open_checkpoint(root / STEP, ReadOptions()).notes.contradictions == [said]
+    told = forecast(root, loader_named("roll")[0], Settings({}))
+    assert told.stops
+    assert {one.why for one in told.roles["actor"]} == {said}
+
+
 def test_random_states_of_its_ranks_are_kept(root: Path, tmp_path: Path) -> None:
     written = WriteOptions(rng="keep", global_batch_size=4)
     done = convert(root / STEP, tmp_path / "out", ConvertOptions(to="megatron", fsync=False, write=written))
