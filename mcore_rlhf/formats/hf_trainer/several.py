@@ -8,10 +8,10 @@ Source: accelerate 1.15.0, ``checkpointing.py`` (``save_accelerator_state``), ``
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from itertools import combinations
+from itertools import islice
 
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import CheckpointError, Incomplete, Unsupported
@@ -31,6 +31,7 @@ _OPTIMIZER = re.compile(r"optimizer_([1-9]\d?)\.bin")
 _WEIGHTS = (("model", "safetensors"), ("pytorch_model", "bin"))
 _TOLD = ("st_size", "st_mtime_ns", "version")
 _HEADS = ("score.weight", "v_head.weight", "v_head.summary.weight")
+_MOST_WAYS, _SHOWN = 64, 8
 ACTOR, CRITIC = "actor", "critic"
 Numbered = Callable[[int], Format]
 """The format of the weights of the model of a number."""
@@ -129,8 +130,8 @@ def read_one(
     trained = f"its optimizer is {own.optimizer}" if source.optimizer is not None else "it has no optimizer"
     text = f"model{numbered(number)} of {len(roles)}, and {trained}, if a script prepared both in one order"
     source.notes.add(Fate.NOTE, f"{role}: {text}; no file says what a model is for")
-    if len({way.index(number) if number in way else None for way in ways}) > 1:
-        source.notes.add(Fate.DERIVED, f"{role}: {_AMBIGUOUS.format(' or '.join(map(_models, ways)))}")
+    if len(ways) == _MOST_WAYS or len({way.index(number) if number in way else None for way in ways}) > 1:
+        source.notes.add(Fate.DERIVED, f"{role}: {_AMBIGUOUS.format(_listed(ways))}")
     return replace(source, files=(*source.files, *others))
 
 
@@ -140,8 +141,9 @@ _AMBIGUOUS = (
 )
 
 
-def _models(way: Sequence[int]) -> str:
-    return " and ".join(f"model{numbered(number)}" for number in way)
+def _listed(ways: Sequence[Sequence[int]]) -> str:
+    shown = [" and ".join(f"model{numbered(number)}" for number in way) for way in ways[:_SHOWN]]
+    return " or ".join([*shown, *(["others"] if len(ways) > _SHOWN else [])])
 
 
 def optimizer_files(files: RunFiles, number: int, ways: Sequence[Sequence[int]]) -> RunFiles:
@@ -163,7 +165,7 @@ def ways_to_train(
     """Of which models, in their order, the optimizers of a folder may be that has fewer, as the shapes of their states are.
 
     None where they have the models' numbers: where there is one for each, or some numbers between are free. Nor where no way is right: who
-    opens the model hears what is wrong with it. The first way has those that come first.
+    opens the model hears what is wrong with it. The first way has those that come first; of very many, so many are enough.
 
     Args:
         path: The folder.
@@ -172,7 +174,7 @@ def ways_to_train(
         roles: Whose models it has.
         weights: Gives the format of the weights of a number.
     """
-    numbers, count = range(len(roles)), _count(path, _OPTIMIZER)
+    count = _count(path, _OPTIMIZER)
     if count >= len(roles) or not all((path / files.of_model(at).optimizer).is_file() for at in range(count)):
         return []
 
@@ -184,7 +186,18 @@ def ways_to_train(
         except CheckpointError:
             return False
 
-    return [way for way in combinations(numbers, count) if all(fits(at, number) for at, number in enumerate(way))]
+    @cache  # a stranger's folder may have more ways to go astray than anybody can walk
+    def leads(at: int, first: int) -> bool:
+        return next(ways(at, first), None) is not None
+
+    def ways(at: int, first: int) -> Iterator[tuple[int, ...]]:
+        if at == count:
+            yield ()
+        for number in range(first, len(roles) - count + at + 1) if at < count else ():
+            if fits(at, number) and leads(at + 1, number + 1):
+                yield from ((number, *rest) for rest in ways(at + 1, number + 1))
+
+    return list(islice(ways(0, 0), _MOST_WAYS))
 
 
 def _of_others(path: ReadablePath, files: RunFiles, number: int, count: int) -> list[str]:

@@ -440,6 +440,20 @@ def test_two_optimizers_are_not_guessed_apart(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "step_2", ReadOptions())
 
 
+@pytest.mark.timeout(120)
+def test_a_stranger_cannot_make_the_ways_to_pair_optimizers_endless(tmp_path: Path) -> None:
+    """Fifteen optimizers of thirty models, of which all but the last may be of any: 155 million ways, none of which leads anywhere."""
+    step = Path(shutil.copytree(ACCELERATE, tmp_path / "step_2"))
+    for number in range(1, 30):
+        shutil.copy(step / "model.safetensors", step / f"model_{number}.safetensors")
+    for number in range(1, 15):
+        shutil.copy(step / "optimizer.bin", step / f"optimizer_{number}.bin")
+    found = open_checkpoint(step, ReadOptions(role="actor"))
+    assert [text for _, text in found.notes.lines if "the first is taken" in text and text.endswith("scheduler_1.bin")]
+    (step / "optimizer_14.bin").write_bytes(b"")
+    assert open_checkpoint(step, ReadOptions(role="model_29")).optimizer is None
+
+
 def test_without_a_schedule_the_reader_is_told(folder: Path) -> None:
     (folder / "scheduler.pt").unlink()
     lines = [text for _, text in open_checkpoint(folder, ReadOptions()).notes.lines]
