@@ -146,9 +146,8 @@ class Pool(Executor):
             del task  # what it holds goes now, and not when the next one comes
             with self._lock:
                 self._undone -= 1
-        self._work.put(
-            None
-        )  # to the next one: an interrupt may have come between a thread's beginning and its being listed
+        # To the next one: an interrupt may have come between a thread's beginning and its being listed.
+        self._work.put(None)
 
 
 def _do(future: Future[T], task: Callable[[], T]) -> None:

@@ -99,4 +99,4 @@ GAPS: tuple[Rule[tuple[BesideIteration, int]], ...] = (
     Rule(Fate.NOTE, f"{TRACKER} names {{found}}, which is not there: ROLL finds no weights",
          lambda asked: asked[0].astray, contradicts=True),
 )  # fmt: skip
-"""Of the run's number of ranks: who has no random states. ROLL goes on with others there, and says so in its log alone. And its tracker."""
+"""Of the run's number of ranks: who has no random states, with which ROLL goes on and says so in its log alone; and its tracker."""
