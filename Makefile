@@ -18,7 +18,7 @@ ADD_MEGATRON := VENV='$(VENV)' scripts/add_megatron.sh
 # Where trainers' own packages lie, each release in a folder of its own.
 TRAINERS ?= $(VENV)-trainers
 
-.PHONY: help setup setup-demo demo test test-unit test-all test-trainers check fmt fuzz bench docs clean
+.PHONY: help setup setup-demo demo test test-newest test-oldest test-unit test-all test-trainers check fmt fuzz bench docs clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,12 @@ demo: setup-demo  ## Train, kill, reshape and resume a real Megatron model on th
 	$(if $(MEGATRON),@$(ADD_MEGATRON) $(MEGATRON))
 	$(if $(MEGATRON),PYTHONPATH='$(VENV)/megatron-$(MEGATRON)') $(BIN)/mcore-rlhf demo $(ARGS)
 
-test: setup  ## All tests that need neither a GPU nor a long time
+test: test-newest test-oldest  ## All tests that need neither a GPU nor a long time
+
+test-newest: setup
 	$(PYTEST) -m 'not slow and not gpu' $(ARGS)
+
+test-oldest: setup
 	$(PYTEST) -n 2 -m 'oldest and not slow' --megatron 0.16.1 tests/reference $(ARGS)
 	$(PYTEST) -n 0 -m 'oldest and not slow' --megatron 0.13.1 tests/reference/test_reshape.py tests/reference/test_unchanged.py $(ARGS)
 
