@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # No deadline: two busy cores make single examples slow. The blob in a failure replays it.
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
+# Before torch is imported, here or in a process that a test starts: threads that wait for each other on a core of three workers turn in
+# circles meanwhile, which made two fifths of what unit tests with torch took.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
 FOLDER_MARKERS = ("gpu", "reference")
