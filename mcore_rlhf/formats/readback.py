@@ -28,9 +28,10 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.beneath import remove, scratch_folder
 from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.publish import MANIFEST_NAME
-from mcore_rlhf.storage.record_file import Container, Layout
+from mcore_rlhf.storage.record_file import Layout
 
 from .believing import SURPRISES
+from .beside import beside_of
 
 Given = Sequence[tuple[TensorName, Shape, DType]]
 Read = tuple[Sequence[TensorEntry], Sidecar | None]
@@ -46,13 +47,13 @@ class Written:
     Args:
         form: The format's name.
         entries: Where it lays the tensors.
-        containers: Its files of tensors.
+        layouts: Its files of tensors.
         texts: Its small files.
     """
 
     form: str
     entries: Sequence[TensorEntry]
-    containers: Mapping[str, Container]
+    layouts: Mapping[str, Layout]
     texts: Mapping[str, str | bytes]
 
     def hold_against(self, tensors: Given, source: Source, read: Callable[[Path], Read], report: Report) -> None:
@@ -75,12 +76,11 @@ class Written:
         wrong += [f"{shown(str(one))}: given, and not laid" for one in given if one.state in states and one not in laid]
         self._refuse(wrong)
         report.through(_NO_STATE, (self.form, sorted({name.state for name in given} - states)))
-        layouts = {file: container.layout(file) for file, container in self.containers.items()}
-        with _skeleton(layouts, self.texts) as folder, surprised(self.form, folder):
+        with _skeleton(self.layouts, self.texts) as folder, surprised(self.form, folder):
             back, own = read(folder)
-        self._refuse(_otherwise([_placed(entry, layouts) for entry in self.entries], back))
+        self._refuse(_otherwise(self.entries, back))
         if own is not None:
-            kept = Sidecar(state=source.state, module=ModuleState.of(source) or ModuleState())
+            kept = replace(beside_of(source)[0], module=ModuleState.of(source) or ModuleState())
             missing, other = differences(own, kept)
             self._refuse([f"{item}: run says {there}, and it is {here}" for item, there, here in other])
             report.through(_BESIDE, (self.form, missing))
@@ -118,6 +118,7 @@ def _items(beside: Sidecar) -> dict[Item, object]:
     found = dict(state_items(beside.state))
     if any(group.params for group in beside.state.groups):
         found[_GROUPS] = [sorted(group.params) for group in beside.state.groups]
+    found |= {Item(Kind.RNG, f"rank {rank}"): dict(states) for rank, states in enumerate(beside.ranks)}
     if beside.module.shared:
         found[Item(Kind.MODEL, "shared")] = beside.module.shared
     return found
@@ -191,8 +192,13 @@ def _place(copy: Copy, laid: bool) -> tuple[str, int, Shape]:
     return record.file, record.byte_offset + start * record.dtype.itemsize, tuple(by for by, n in steps if n > 1)
 
 
-def _placed(entry: TensorEntry, layouts: Mapping[str, Layout]) -> TensorEntry:
-    """The same with its records where the containers put them."""
+def placed(entry: TensorEntry, layouts: Mapping[str, Layout]) -> TensorEntry:
+    """A tensor that is laid, with its records where the containers put them.
+
+    Args:
+        entry: It.
+        layouts: The files.
+    """
 
     def at(record: Record) -> Record:
         placed = layouts[record.file].records.get(record.key)
