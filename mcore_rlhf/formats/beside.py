@@ -14,9 +14,9 @@ from mcore_rlhf.families.megatron.new_layout import same_coordinates
 from mcore_rlhf.families.megatron.state import OF_RANKS, RNG_KEYS, MegatronState, RankValues, RngMaker, saved_rng
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.sidecar import STATE, UNHELD, Sidecar
+from mcore_rlhf.families.sidecar import UNHELD, Sidecar
 from mcore_rlhf.families.source import Family, Source
-from mcore_rlhf.families.trainer_files import RankStates, new_states
+from mcore_rlhf.families.trainer_files import RankStates, new_states, of_ranks
 from mcore_rlhf.layouts.parallel import ParallelConfig
 
 
@@ -125,12 +125,15 @@ def of_ranks_in(beside: Sidecar, family: Family, where: str) -> tuple[ParallelCo
     """
     try:
         parallel = ParallelConfig(**beside.parallel)  # type: ignore[arg-type]
-        if isinstance(family, MegatronState):
-            return parallel, replace(family, shards=_shards(parallel, beside.ranks))
-    except (TypeError, ValueError, LayoutMismatch) as error:
-        raise Corrupt(
-            f"{where}: {STATE}: what is said of ranks: {error}\nCopy the file again, or convert again."
-        ) from None
+    except (TypeError, LayoutMismatch) as error:
+        raise Corrupt(f"{where}: what is said of its degrees: {error}\nCopy it again, or convert again.") from None
+    if isinstance(family, MegatronState):
+        if beside.ranks and len(beside.ranks) != (count := len(file_ranks(parallel))):
+            raise Corrupt(
+                f"{where}: has random states of {of_ranks(len(beside.ranks))}, and {parallel} are {of_ranks(count)} that store some\n"
+                "Copy it again, or convert again."
+            )
+        return parallel, replace(family, shards=_shards(parallel, beside.ranks))
     if isinstance(family, ModuleState):
         return replace(parallel, dp=max(parallel.dp, len(beside.ranks))), replace(family, rng=beside.ranks)
     return parallel, family

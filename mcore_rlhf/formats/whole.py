@@ -207,13 +207,17 @@ class WholeFormat(Format):
             raise NotACheckpoint(f"nothing of it is called {' or '.join(self.markers)}")
         entries = [*self.stored(path, role)]
         for file in files:
-            self.file(path, file)
+            found, there = self.file(path, file), StoredFile.at(path, file)
+            if (found.path, found.nbytes) != (file, there.nbytes):
+                raise Corrupt(
+                    f"file says {shown(found.path)} of {found.nbytes} bytes, and it is {file} of {there.nbytes}"
+                )
         return entries, self.run(path, entries)
 
 
 def _refuse_other(root: ReadablePath, own: Sidecar, kept: Sidecar) -> None:
     """What stands twice in a folder is the same: its framework may have written its own files since, which knows nothing of ours."""
-    if other := differences(own, kept)[1]:
+    if other := differences(own, kept)[-1]:
         listed = "".join(
             f"\n  - {item}: {there} in the format's own files, {here} in {STATE}" for item, there, here in other
         )
