@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import fill
 from typing import Any, TypeVar
 
 import click
@@ -28,11 +29,6 @@ from .completing import completion, formats, roles_of, steps_of
 from .examples import EXAMPLES
 from .guard import DEBUG, JSON, PROGRESS
 from .mistyped import answered
-
-FORMATS = (
-    "Formats: megatron, megatron-dist (torch_dist), deepspeed (ZeRO), universal, dcp, fsdp-ranks, hf, hf-trainer, hf-accelerate, peft, "
-    "torch (state.pt of torch.save; Megatron's --ckpt-format torch is megatron); they are detected."
-)
 
 _PLACES = {
     "bash": "~/.local/share/bash-completion/completions/mcore-rlhf",
@@ -218,8 +214,12 @@ def write_examples(command: str, formatter: click.HelpFormatter) -> None:
         with formatter.section("Examples"):
             formatter.write("".join(f"{'':{formatter.current_indent}}{line}\n" for line in EXAMPLES[command]))
     if command in _OF_CHECKPOINTS:
+        from mcore_rlhf.formats.registry import named  # and with it all formats, which nothing but this needs here
+
+        listed = ", ".join(f"{one.name} ({one.also})" if one.also else one.name for one in named())
         formatter.write_paragraph()
-        formatter.write_text(FORMATS)
+        said = f"Formats: {listed}; they are detected."
+        formatter.write(fill(said, formatter.width, break_on_hyphens=False) + "\n")
 
 
 def _remember(key: str) -> Any:

@@ -78,6 +78,8 @@ class _Own:
     origin: Mapping[str, object] = field(default_factory=dict)
     base: Mapping[str, object] = field(default_factory=dict)
     fused: int = 0
+    parallel: Mapping[str, object] = field(default_factory=dict)
+    ranks: tuple[Mapping[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Sidecar(_Own):
         origin: What waits for the way back to another family; see :attr:`~.source.Source.origin`.
         base: The model that an adapter belongs to.
         fused: Groups of heads that share keys and values, where these are one parameter of the optimizer with their queries; 0 elsewhere.
+        parallel: The degrees of the run, where its files are of whole tensors and say none.
+        ranks: What is of single ranks and no tensor, their random states above all, rank by rank.
         state: The training state.
         module: What formats under a module's own names keep besides; its ``optimizer`` is ``values`` in the file.
     """
@@ -143,6 +147,27 @@ class Sidecar(_Own):
         if arrays:
             texts[folder + ARRAYS] = _safetensors(arrays)
         return texts, [what.removeprefix("/") for what in encoder.lost]
+
+    def told(self) -> object:
+        """The same for a JSON of a format's own; what no JSON can hold is left out of it."""
+        from mcore_rlhf.storage.exact_json import Encoder
+
+        return Encoder().encode(self._by_key(), "")
+
+    @classmethod
+    def of_told(cls, told: object, where: str) -> Sidecar:
+        """From :meth:`told`.
+
+        Args:
+            told: That.
+            where: The file, for messages.
+
+        Raises:
+            CheckpointError: It is something else.
+        """
+        from mcore_rlhf.storage.exact_json import decode
+
+        return _read(decode(told, where), where)
 
     @classmethod
     def kept(cls, folder: ReadablePath, stubs: Sequence[str], notes: Report) -> Sidecar | None:

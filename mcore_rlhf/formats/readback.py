@@ -22,15 +22,15 @@ from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, same
 from mcore_rlhf.core.plan import Copy, check_tiles, plan_file
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, shown
 from mcore_rlhf.families.inventory import state_items
-from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.sidecar import FOLDER, Sidecar
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.storage.beneath import remove, scratch_folder
 from mcore_rlhf.storage.destination import LocalFolder
 from mcore_rlhf.storage.publish import MANIFEST_NAME
-from mcore_rlhf.storage.record_file import Container, Layout
+from mcore_rlhf.storage.record_file import Layout
 
 from .believing import SURPRISES
+from .beside import beside_of
 
 Given = Sequence[tuple[TensorName, Shape, DType]]
 Read = tuple[Sequence[TensorEntry], Sidecar | None]
@@ -46,13 +46,13 @@ class Written:
     Args:
         form: The format's name.
         entries: Where it lays the tensors.
-        containers: Its files of tensors.
+        layouts: Its files of tensors.
         texts: Its small files.
     """
 
     form: str
     entries: Sequence[TensorEntry]
-    containers: Mapping[str, Container]
+    layouts: Mapping[str, Layout]
     texts: Mapping[str, str | bytes]
 
     def hold_against(self, tensors: Given, source: Source, read: Callable[[Path], Read], report: Report) -> None:
@@ -75,15 +75,14 @@ class Written:
         wrong += [f"{shown(str(one))}: given, and not laid" for one in given if one.state in states and one not in laid]
         self._refuse(wrong)
         report.through(_NO_STATE, (self.form, sorted({name.state for name in given} - states)))
-        layouts = {file: container.layout(file) for file, container in self.containers.items()}
-        with _skeleton(layouts, self.texts) as folder, surprised(self.form, folder):
+        with _skeleton(self.layouts, self.texts) as folder, surprised(self.form, folder):
             back, own = read(folder)
-        self._refuse(_otherwise([_placed(entry, layouts) for entry in self.entries], back))
+        self._refuse(_otherwise(self.entries, back))
         if own is not None:
-            kept = Sidecar(state=source.state, module=ModuleState.of(source) or ModuleState())
-            missing, other = differences(own, kept)
+            kept = beside_of(source)[0]
+            missing, made, other = differences(own, kept)
             self._refuse([f"{item}: run says {there}, and it is {here}" for item, there, here in other])
-            report.through(_BESIDE, (self.form, missing))
+            report.through(_BESIDE, (self.form, missing, made))
 
     def _refuse(self, wrong: Sequence[str]) -> None:
         if wrong:
@@ -95,32 +94,55 @@ class Written:
 _NO_STATE: Sequence[Rule[tuple[str, Sequence[str]]]] = [
     Rule(Fate.LOST, "{state}: format {0[0]} lays out none of it", lambda f: [{"state": s, "of": [Item(Kind.TENSOR, s)]} for s in f[1]])
 ]  # fmt: skip
-_BESIDE: Sequence[Rule[tuple[str, Sequence[Item]]]] = [
+_BESIDE: Sequence[Rule[tuple[str, Sequence[Item], Sequence[Item]]]] = [
     Rule(Fate.KEPT, "{what}: in mcore_rlhf/ alone, since files of {0[0]} itself say nothing of it",
-         lambda f: {"of": f[1], "what": named(sorted(f[1]))} if f[1] else None)
+         lambda f: {"of": f[1], "what": named(sorted(f[1]))} if f[1] else None),
+    Rule(Fate.DERIVED, "{what}: made, as files of {0[0]} have it, and the source has not",
+         lambda f: {"of": f[2], "what": named(sorted(f[2]))} if f[2] else None),
 ]  # fmt: skip
 
 
-def differences(own: Sidecar, kept: Sidecar) -> tuple[list[Item], list[tuple[Item, str, str]]]:
-    """What a format's own files say nothing of, and what they say otherwise, with both values.
+def differences(own: Sidecar, kept: Sidecar) -> tuple[list[Item], list[Item], list[tuple[Item, str, str]]]:
+    """What a format's own files say nothing of, what they alone say, and what they say otherwise, with both values.
 
     Args:
         own: As they say it.
         kept: As it is.
     """
     there, here = _items(own), _items(kept)
-    missing = [item for item, value in here.items() if item not in there and value not in (None, {}, ())]
+    missing, made = (
+        [item for item, value in one.items() if item not in other and not _is_nothing(value)]
+        for one, other in ((here, there), (there, here))
+    )
     both = ((item, there[item], value) for item, value in here.items() if item in there)
-    return missing, [(item, _told(a), _told(b)) for item, a, b in both if not _agree(a, b)]
+    return missing, made, [(item, _told(a), _told(b)) for item, a, b in both if not _agree(a, b)]
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, Mapping | list | tuple) and not value)
 
 
 def _items(beside: Sidecar) -> dict[Item, object]:
-    found = dict(state_items(beside.state))
-    if any(group.params for group in beside.state.groups):
-        found[_GROUPS] = [sorted(group.params) for group in beside.state.groups]
-    if beside.module.shared:
-        found[Item(Kind.MODEL, "shared")] = beside.module.shared
-    return found
+    """Everything that is said; a field that says nothing is no item."""
+    state, module, groups = beside.state, beside.module, beside.state.groups
+    found = {**dict(state_items(state)), **module.inventory()}
+    again = state.other.get("iteration", state.iteration)
+    found[Item(Kind.VALUE, "iteration")] = state.iteration if again == state.iteration else (state.iteration, again)
+    found |= {Item(Kind.RNG, f"rank {rank}"): dict(states) for rank, states in enumerate(beside.ranks)}
+    further = {
+        Item(Kind.RNG, "ranks"): beside.ranks and [len(beside.ranks), dict(beside.parallel)],
+        _GROUPS: any(group.params for group in groups) and [group.params for group in groups],
+        Item(Kind.GROUP, "experts"): any(group.expert for group in groups) and [group.expert for group in groups],
+        Item(Kind.GROUP, "scalars"): any(group.scalars for group in groups) and [group.scalars for group in groups],
+        **{Item(Kind.VALUE, name): getattr(state, name) for name in ("release", "by_steps")},
+        **{Item(Kind.VALUE, name): getattr(beside, name) for name in ("origin", "base", "fused")},
+        **{Item(Kind.OPTIMIZER, name): getattr(beside, name) for name in ("optimizer", "parallel", "frozen")},
+        **{
+            Item(Kind.MODEL, name): getattr(module, name)
+            for name in ("order", "pipeline", "without_frozen", "left_out")
+        },
+    }
+    return found | {item: value for item, value in further.items() if value}
 
 
 def _agree(there: object, here: object) -> bool:
@@ -191,8 +213,13 @@ def _place(copy: Copy, laid: bool) -> tuple[str, int, Shape]:
     return record.file, record.byte_offset + start * record.dtype.itemsize, tuple(by for by, n in steps if n > 1)
 
 
-def _placed(entry: TensorEntry, layouts: Mapping[str, Layout]) -> TensorEntry:
-    """The same with its records where the containers put them."""
+def placed(entry: TensorEntry, layouts: Mapping[str, Layout]) -> TensorEntry:
+    """A tensor that is laid, with its records where the containers put them.
+
+    Args:
+        entry: It.
+        layouts: The files.
+    """
 
     def at(record: Record) -> Record:
         placed = layouts[record.file].records.get(record.key)

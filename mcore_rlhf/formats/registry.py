@@ -1,4 +1,4 @@
-"""The formats that are known: a new one is a file or folder, and one line here."""
+"""The formats that are known: a new one is a file or folder with its ``FORMAT`` in it, and one line in :data:`FORMATS`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import filter as filter_names
+from importlib import import_module
 from pathlib import Path
 
 from mcore_rlhf.core.facts import Fate, Rule
@@ -41,9 +42,6 @@ from .believing import opened, roles_of
 from .carried import with_carried
 from .checksums import contradictions, listed_at, refuse_damaged_texts, with_checksums
 from .dcp import APART
-from .dcp import FORMAT as DCP
-from .deepspeed import FORMAT as DEEPSPEED
-from .fsdp_ranks import FORMAT as FSDP_RANKS
 from .hf import FORMAT as HF
 from .hf import HuggingFaceFormat
 from .hf_trainer import HfRunFormat
@@ -51,14 +49,31 @@ from .megatron import FORMAT as MEGATRON
 from .megatron_dist import MegatronDistFormat
 from .peft import FORMAT as PEFT
 from .torch_file import FORMAT as TORCH
-from .universal import FORMAT as UNIVERSAL
+
+
+def _of(folder: str) -> Format:
+    """What a file or folder beside this one calls ``FORMAT``."""
+    found = import_module(f".{folder}", __package__).FORMAT
+    if not isinstance(found, Format):
+        raise TypeError(f"{__package__}.{folder}: FORMAT is no Format, but a {type(found).__name__}")
+    return found
+
 
 _WEIGHTS = (HF, PEFT, APART, HuggingFaceFormat(alone=FSDP_WHOLE))
-MEGATRON_DIST = MegatronDistFormat(HF, MEGATRON)
-HF_TRAINER, HF_ACCELERATE = HfRunFormat(TRANSFORMERS, _WEIGHTS), HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat)
 FORMATS: tuple[Format, ...] = (
-    MEGATRON_DIST, MEGATRON, UNIVERSAL, DEEPSPEED, HF_TRAINER, HF_ACCELERATE, DCP, FSDP_RANKS, HF, PEFT, TORCH,
-)  # fmt: skip
+    MegatronDistFormat(HF, MEGATRON),
+    MEGATRON,
+    _of("universal"),
+    _of("deepspeed"),
+    HfRunFormat(TRANSFORMERS, _WEIGHTS),
+    HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat),
+    _of("dcp"),
+    _of("fsdp_ranks"),
+    HF,
+    PEFT,
+    TORCH,
+)
+"""In the order in which a folder is looked at."""
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
 """What an engine of ours keeps of any module, which may be none that other formats have: in a step beside models of these, it goes along
 as it is."""

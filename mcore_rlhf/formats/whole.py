@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import index
+from itertools import pairwise
+from operator import index, itemgetter
 from typing import Any
 
-from mcore_rlhf.core.account import Report, named
 from mcore_rlhf.core.catalog import (
     FLOATING,
     PARAM,
@@ -29,17 +29,16 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
+from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Unsupported, Untrusted, shown
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
-from mcore_rlhf.families.inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, state_items
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
 from mcore_rlhf.families.megatron.complete import refuse_part, require_complete
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
-from mcore_rlhf.families.sidecar import FOLDER, STATE, UNHELD, Sidecar, plain, sidecar_files
+from mcore_rlhf.families.sidecar import FOLDER, STATE, Sidecar, plain, sidecar_files
 from mcore_rlhf.families.source import Family, ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
@@ -49,13 +48,20 @@ from mcore_rlhf.storage.reading import ByteSource, opened, parse_json, read_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
-from .readback import Written, by_file, differences, surprised
+from .beside import of_ranks_in, run_of, told_run, weights_alone, whole_sidecar, with_degrees
+from .places import entry_of, lay, parts_of_ranks, row_of, rows_of_ranks
+from .readback import Written, by_file, differences, placed, surprised
 
 __all__ = [
-    "PARAM", "Box", "Chunk", "Container", "DType", "ModuleState", "ParamGroup", "ReadablePath", "Record", "Shape", "Sidecar",
-    "Source", "StoredFile", "Takes", "TensorEntry", "TensorName", "TrainingState", "WholeFormat", "WriteOptions", "dtype_of",
-    "head_of", "opened", "parse_json", "plain", "read_head", "read_json", "records_of", "row_major",
+    "PARAM", "Box", "Chunk", "Container", "DType", "ModuleState", "ParamGroup", "Raw", "ReadablePath", "Record", "Shape", "Sidecar",
+    "Source", "StoredFile", "Takes", "TensorEntry", "TensorName", "Tensors", "TrainingState", "WholeFormat", "WriteOptions",
+    "dtype_of", "entry_of", "head_of", "lay", "opened", "parse_json", "parts_of_ranks", "plain", "read_head", "read_json",
+    "records_of", "row_major", "row_of", "rows_of_ranks", "run_of", "told_run",
 ]  # fmt: skip
+
+
+Tensors = Sequence[tuple[TensorName, Shape, DType]]
+"""Name, shape and type of all that a folder is to hold."""
 
 
 class WholeFormat(Format):
@@ -67,7 +73,7 @@ class WholeFormat(Format):
     """
 
     own_sidecar = True
-    takes = (Takes.DTYPE,)
+    takes = (Takes.DTYPE, Takes.RNG)
     weights_alone: bool = False
 
     def __init_subclass__(cls) -> None:
@@ -84,10 +90,8 @@ class WholeFormat(Format):
         """
 
     @abstractmethod
-    def laid(
-        self, tensors: Sequence[tuple[TensorName, Shape, DType]], source: Source, options: WriteOptions
-    ) -> Iterable[TensorEntry]:
-        """The same of a folder that is to be.
+    def laid(self, tensors: Tensors, source: Source, options: WriteOptions) -> Iterable[TensorEntry]:
+        """The same of a folder that is to be: which parts lie in which file; where in it, the container says.
 
         Args:
             tensors: Name, shape and type of all that it is to hold.
@@ -99,17 +103,18 @@ class WholeFormat(Format):
         """Small files, by path: an index, say.
 
         Args:
-            entries: What :meth:`laid` says.
-            source: Whose they are.
+            entries: What :meth:`laid` says, with the places in the files.
+            source: Whose they are, with the degrees and random states that are to be.
         """
         return {}
 
-    def container(self, file: str, entries: Sequence[TensorEntry]) -> Container:
+    def container(self, file: str, entries: Sequence[TensorEntry], source: Source) -> Container:
         """What kind of file one is: a head, and the records one after the other.
 
         Args:
             file: Its path.
             entries: The tensors of which it has parts, with these parts.
+            source: As :meth:`texts` is given it, for a file that says everything itself.
         """
         return Raw(records_of(entries), self.head(records_of(entries)))
 
@@ -159,22 +164,42 @@ class WholeFormat(Format):
         own, kept = self.run(path, entries), Sidecar.read(path, options.stubs, needed=True)
         if own is not None and kept is not None:
             _refuse_other(path, own, kept)
-        return whole_source(self, path, Chunks.of(entries), files, options, kept or own)
+        return whole_source(self, path, entries, files, options, kept or own)
 
     def target(self, source: Source, options: WriteOptions) -> Target:
         """Describe a new folder."""
         report, alone = source.notes.for_target(), self.weights_alone
         view, tensors = whole_tensors(source, replace(options, no_optimizer=options.no_optimizer or alone))
+        source = source if alone else with_degrees(source, options, report)
         beside, held = ({}, weights_alone(source, options, report)) if alone else whole_sidecar(source, report)
+        kept = replace(source, state=replace(source.state, groups=())) if options.no_optimizer or alone else source
         with surprised(self.name):
             entries = [*self.laid(tensors, source, options)]
-            parts = by_file(entries)
-            containers = {file: self.container(file, of) for file, of in parts.items()}
-            made = Written(self.name, entries, containers, self.texts(entries, source))
-            kept = replace(source, state=replace(source.state, groups=())) if options.no_optimizer or alone else source
-            made.hold_against(tensors, kept, partial(self._again, list(parts), source.role), report)
-        files = tuple(TargetFile(file, partial(_layout, of, containers[file])) for file, of in parts.items())
-        return Target(self.name, view, files, report, texts={**made.texts, **beside}, holds=held)
+            self._refuse_deaf(entries, tensors, source, options)
+            containers = {file: self.container(file, of, kept) for file, of in by_file(entries).items()}
+            layouts = {file: container.layout(file) for file, container in containers.items()}
+            entries = [placed(entry, layouts) for entry in entries]
+            made = Written(self.name, entries, layouts, self.texts(entries, kept))
+            made.hold_against(tensors, kept, partial(self._again, [*layouts], source.role), report)
+        files = (TargetFile(file, partial(_layout, of, containers[file])) for file, of in by_file(entries).items())
+        return Target(self.name, view, tuple(files), report, source.parallel, {**made.texts, **beside}, held)
+
+    def _refuse_deaf(
+        self, entries: Sequence[TensorEntry], tensors: Tensors, source: Source, options: WriteOptions
+    ) -> None:
+        """A degree that is asked for is gone by: files that are the same where it is 1 are none of that degree."""
+        at = source.parallel
+        for axis, degree, single, parallel in (
+            ("tp", options.tp, replace(options, tp=1), ParallelConfig(pp=at.pp, dp=at.dp)),
+            ("pp", options.pp, replace(options, pp=1), ParallelConfig(tp=at.tp, dp=at.dp)),
+            ("dp", options.dp, replace(options, dp=1), ParallelConfig(tp=at.tp, pp=at.pp)),
+        ):
+            alone = replace(source, parallel=parallel)
+            if degree not in (None, 1) and entries == [*self.laid(tensors, alone, single)]:
+                raise Unsupported(
+                    f"--{axis} {degree}: format {self.name} lays the same files whatever it is\n"
+                    "Leave it out. Whoever wrote the format: laid has to go by it, or takes has to be without it."
+                )
 
     def _again(self, files: Sequence[str], role: str, path: ReadablePath) -> tuple[list[TensorEntry], Sidecar | None]:
         """What the reader makes of what the writer lays out."""
@@ -182,13 +207,17 @@ class WholeFormat(Format):
             raise NotACheckpoint(f"nothing of it is called {' or '.join(self.markers)}")
         entries = [*self.stored(path, role)]
         for file in files:
-            self.file(path, file)
+            found, there = self.file(path, file), StoredFile.at(path, file)
+            if (found.path, found.nbytes) != (file, there.nbytes):
+                raise Corrupt(
+                    f"file says {shown(found.path)} of {found.nbytes} bytes, and it is {file} of {there.nbytes}"
+                )
         return entries, self.run(path, entries)
 
 
 def _refuse_other(root: ReadablePath, own: Sidecar, kept: Sidecar) -> None:
     """What stands twice in a folder is the same: its framework may have written its own files since, which knows nothing of ours."""
-    if other := differences(own, kept)[1]:
+    if other := differences(own, kept)[-1]:
         listed = "".join(
             f"\n  - {item}: {there} in the format's own files, {here} in {STATE}" for item, there, here in other
         )
@@ -236,7 +265,7 @@ _LENGTH = 8
 
 
 def whole_source(
-    form: Format, root: ReadablePath, catalog: Chunks, files: tuple[StoredFile, ...], options: ReadOptions,
+    form: Format, root: ReadablePath, entries: Sequence[TensorEntry], files: tuple[StoredFile, ...], options: ReadOptions,
     own: Sidecar | None = None,
 ) -> Source:  # fmt: skip
     """A source of whole tensors.
@@ -247,21 +276,22 @@ def whole_source(
     Args:
         form: The format: what it is called, and whose names it has.
         root: The folder.
-        catalog: Every tensor, whole, under those names, with its state.
+        entries: Every tensor, whole, under those names, with its state.
         files: All files of the format's own, its index too.
         options: The user's: whose model it is, how many words there are.
         own: What is no tensor, as the format's own files say it; None where :func:`whole_sidecar` keeps it.
 
     Raises:
-        Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a layer
-            has not what others have; there is no tensor, or none of the role.
-        Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type.
+        Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a part of
+            a tensor, or a layer's, is missing; there is no tensor, or none of the role.
+        Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type; two parts are of
+            the same elements, or lie in the same bytes.
         Untrusted: A tensor lies in a file that is not listed, or before its beginning.
         LayoutMismatch: The arguments are those of another model.
         Unsupported: A name is none of Megatron's.
     """
     beside, role = own or Sidecar(), options.role or "actor"
-    entries, lengths = list(catalog.entries()), {file.path: file.nbytes for file in files}
+    lengths = {file.path: file.nbytes for file in files}
     if others := {entry.name.role for entry in entries} - {role}:
         raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")
     if not entries:
@@ -274,6 +304,8 @@ def whole_source(
         for chunk in entry.chunks:
             _require_stored(root, chunk.record, lengths)
             _require_inside(root, entry, chunk)
+        _require_whole(root, entry)
+    _require_apart(root, entries)
     states = tuple(dict.fromkeys(entry.name.state for entry in entries if entry.name.state != PARAM))
     if states and not beside.state.groups:
         raise Incomplete(
@@ -283,12 +315,14 @@ def whole_source(
     weights = [entry for entry in entries if entry.name.state == PARAM]
     of = _of_megatron if form.family == MegatronState.names else _of_module
     model, family = of(root, weights, trained, beside, options)
+    parallel, family = of_ranks_in(beside, family, str(root))
     return Source(
         format=form.name,
         root=root,
         role=role,
         model=model,
-        catalog=catalog,
+        catalog=Chunks.of(entries),
+        parallel=parallel,
         state=beside.state,
         files=(*files, *sidecar_files(root)),
         states=states,
@@ -331,6 +365,43 @@ def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> Non
         raise Corrupt(
             f"{what}is said to be of {entry.dtype}, and {shown(record.key)} is of {record.dtype}: its index is damaged"
         )
+
+
+def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
+    """The parts of a tensor are all of it, and each element is in one; equal parts are replicas."""
+    what = f"{root}: {shown(str(entry.name))}: "
+    if why := check_tiles(entry):
+        raise (Incomplete if "nowhere" in why else Corrupt)(
+            f"{what}{why}: its index is damaged, or a rank's part is missing"
+        )
+    open_boxes = list[Box]()
+    for box in sorted((chunk.box for chunk in entry.primary()), key=lambda box: box.offset):
+        open_boxes = [one for one in open_boxes if one.stop[:1] > box.offset[:1]]
+        if other := next((one for one in open_boxes if one.intersect(box) is not None), None):
+            raise Corrupt(f"{what}{other} and {box} overlap: its index is damaged")
+        open_boxes.append(box)
+
+
+def _require_apart(root: ReadablePath, entries: Iterable[TensorEntry]) -> None:
+    """No byte is of two parts, but for parameters that are tied: they are the same bytes."""
+    spans = list[tuple[str, int, int, TensorName, Box]]()
+    for entry in entries:
+        for chunk in entry.chunks:
+            if chunk.box.numel and chunk.strides == row_major(chunk.box.shape):
+                start = chunk.record.byte_offset + chunk.start * entry.dtype.itemsize
+                spans.append(
+                    (chunk.record.file, start, start + chunk.box.numel * entry.dtype.itemsize, entry.name, chunk.box)
+                )
+    spans.sort(key=itemgetter(0, 1, 2))
+    for (file, start, stop, name, box), (beside, then, end, other, part) in pairwise(spans):
+        tied = name == other or {name.state, other.state} == {PARAM}
+        if file == beside and then < stop and not (tied and (start, stop, box) == (then, end, part)):
+            both = (
+                f"{shown(str(name))} and {shown(str(other))}"
+                if name != other
+                else f"{box} and {part} of {shown(str(name))}"
+            )
+            raise Corrupt(f"{root / file}: {both} are both said to be at byte {then}: its index is damaged")
 
 
 def _of_megatron(
@@ -401,62 +472,3 @@ def whole_tensors(source: Source, options: WriteOptions) -> tuple[Chunks, list[t
             if (entry := source.catalog.get(TensorName(source.role, spec.name, state))) is not None:
                 wanted.append((entry.name, entry.global_shape, entry.dtype))
     return source.catalog.cast(dtype), wanted
-
-
-def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes], Inventory]:
-    """The files beside the tensors, by path, and the items that they hold: all but what is of single ranks, which is reported.
-
-    The arguments, or the model's description, are in them, by which :func:`whole_source` knows the tensors.
-
-    Args:
-        source: What is written.
-        report: What is lost.
-    """
-    kind, origin, has = source.optimizer or "", source.origin, inventory_of(source)
-    if (module := ModuleState.of(source)) is not None:
-        beside, held = Sidecar.of(source.state, module.base(), source.model.params, origin, optimizer=kind), has
-    else:
-        family = MegatronState.of(source)
-        state = source.state if family is None else replace(source.state, args=dict(family.args.values))
-        beside, held = Sidecar(state=state, origin=origin, optimizer=kind), dict(state_items(state))
-        held |= {WAITING: origin} if origin else {}
-    texts, lost = beside.texts()
-    report.through(_OF_RANKS, has.keys() - held.keys())
-    report.through(UNHELD, lost)
-    return texts, held
-
-
-_OF_RANKS: Sequence[Rule[Collection[Item]]] = [
-    Rule(Fate.LOST, "what is of single ranks ({what}): files of whole tensors have no place for it",
-         lambda lost: {"of": lost, "what": named(sorted(lost))} if lost else None)
-]  # fmt: skip
-
-
-def weights_alone(source: Source, options: WriteOptions, report: Report) -> Inventory:
-    """What files have that keep weights, and of a run nothing else: no item; what is lost by it is reported.
-
-    Args:
-        source: What is written.
-        options: Whether the optimizer is left out anyway.
-        report: What is lost.
-    """
-    report.through(_NO_PLACE, source)
-    report.through(UNUSED if source.optimizer is None and not options.no_optimizer else (), source)
-    return {}
-
-
-_NO_PLACE: Sequence[Rule[Source]] = [
-    Rule(Fate.LOST, "the optimizer: files of weights alone have no place for it", lambda s: s.optimizer is not None, OF_OPTIMIZER),
-    Rule(Fate.LOST, "what the run had besides ({what}): files of weights alone have no place for it",
-         lambda s: [{"what": named(of), "of": of}] if (of := _of_run(s)) else ()),
-    Rule(Reason.NO_RUN, of=(Item(Kind.VALUE),)),
-]  # fmt: skip
-
-
-def _of_run(source: Source) -> list[Item]:
-    """All but an optimizer's; a model that was never trained has nothing but a count of 0."""
-    has = [item for item in inventory_of(source) if item.kind not in _OPTIMIZERS]
-    return [] if has == [Item(Kind.VALUE, "iteration")] and not source.state.iteration else has
-
-
-_OPTIMIZERS = frozenset(item.kind for item in OF_OPTIMIZER)

@@ -23,6 +23,7 @@ class MegatronDistFormat(Format):
     """
 
     name = "megatron-dist"
+    also = "torch_dist"
     family = "megatron"
     takes = (
         Takes.MODEL_PARALLEL,

@@ -192,7 +192,6 @@ MISTAKES: dict[str, tuple[Callable[[WholeFormat], object], str]] = {
     "a type that rounds": (lambda f: _laid(f, lambda e: _cast(e, "exp_avg", "float16")), "laid says float16, and it is to be float32"),
     "no index": (lambda f: setattr(f, "texts", lambda entries, source: {}), "nothing of it is called run.json"),
     "an index that is none": (lambda f: setattr(f, "texts", lambda entries, source: {RUN: 7}), "fails at what it is to write: "),
-    "a head that no reader skips": (lambda f: setattr(f, "head", lambda records: HEAD + b" "), "elsewhere than laid puts them"),
 }  # fmt: skip
 
 
