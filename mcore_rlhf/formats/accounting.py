@@ -239,7 +239,7 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
     """
     why = LEFT_OUT if without_optimizer else ""
     lost = (Reason.TRAINER, Reason.UNREADABLE, Reason.CALLS, Reason.WEIGHTS)
-    anew = {name.rpartition("/")[2] for name in target.sums}
+    anew = {name.rpartition("/")[2] for name in target.sums} | {f.path for f in target.files if f.path in _COPIES}
     for file in unopened(opened):
         derived = Said(Fate.DERIVED, "made anew, of the new files") if file.path in anew else None
         yield Item(Kind.FILE, file.path), derived or _fate(file, lost, why)

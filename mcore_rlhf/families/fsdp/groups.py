@@ -402,3 +402,13 @@ def own_scalars(group: ParamGroup) -> dict[str, object]:
     """
     names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
     return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}
+
+
+def counted_of_each(source: Source) -> dict[str, Sequence[object]] | None:
+    """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``, for rules.
+
+    Args:
+        source: That has them.
+    """
+    names = sorted({key for group in source.state.groups for key in group.scalars} - {STEP})
+    return {"names": names, "of": [Item(Kind.GROUP, name) for name in names]} if names else None
