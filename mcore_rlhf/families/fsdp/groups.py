@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -43,20 +43,34 @@ class Collected:
     def _ordered(self) -> list[dict[str, object]]:
         return [self.fields[number] for number in sorted(self.fields)]
 
-    def groups(self, folder: ReadablePath, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+    def groups(
+        self, folder: ReadablePath, order: Sequence[str], notes: Report, stepped: Collection[str] = ()
+    ) -> tuple[ParamGroup, ...]:
         """The groups.
 
         Args:
             folder: For messages.
             order: The parameters in the model's order.
             notes: Told what was derived.
+            stepped: Those of which there are states.
 
         Raises:
             Unsupported: A group does not say what is in it.
             Unportable: What is kept of a parameter is neither a state of its shape nor a number.
+            Incomplete: One that has states does not say at which step, and others of its group do.
         """
-        if self.own:
-            return self._dealt(folder, order, notes)
+        groups = self._dealt(folder, order, notes) if self.own else self._listed(folder, notes)
+        for number, group in enumerate(groups):
+            counted = next((name for name in group.params if STEP in self.scalars.get(name, {})), None)
+            astray = [name for name in group.params if name in stepped and STEP not in self.scalars.get(name, {})]
+            if counted is not None and astray:
+                raise Incomplete(
+                    f"{folder}: param group {number}: {astray[0]} has states and no {STEP!r}, which {counted} has\n"
+                    "The file is damaged or was edited: copy it again."
+                )
+        return groups
+
+    def _listed(self, folder: ReadablePath, notes: Report) -> tuple[ParamGroup, ...]:
         made = []
         for number, fields in enumerate(self._ordered()):
             names = _params(fields)

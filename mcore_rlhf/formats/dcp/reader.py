@@ -286,7 +286,7 @@ class _DcpReader:
             return ()
         if self.layout.style is Style.NUMBERED:
             self._name_states()
-        groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes)
+        groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes, self.state_keys)
         self._check_scalars({name for group in groups for name in group.params})
         for group in groups:
             self._check_alike(group)

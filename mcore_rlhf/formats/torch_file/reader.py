@@ -81,7 +81,7 @@ class _SavedReader:
         tensors, shared = self._tensors()
         kept = self.opened.tree.get(OPTIMIZER) if self.options.optimizer else None
         states = {} if kept is None else self._states(kept, tensors, shared)
-        groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes)
+        groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes, states)
         trained = {name for group in groups for name in group.params}
         self._check(states, trained, tensors)
         state = self._training(groups)
