@@ -214,7 +214,7 @@ def _casts(opened: Source, tally: Tally, report: Report, left_out: Said | None) 
             if unplanned.get(state) == [] and not of_params:  # otherwise it is made of another state
                 found[item] = Said(Fate.CHANGED, f"{what}: converted to {wanted}, which has all values of {source}")
             continue
-        if state == PARAM and source == FLOAT32 and MASTER in unplanned:
+        if state == PARAM and MASTER in unplanned and (source == FLOAT32 or PARAM not in unplanned):
             told = (left_out, *(report.said.get(Item(Kind.TENSOR, name)) for name in (MASTER, ANY)))
             found[Item(Kind.TENSOR, MASTER)] = next((s for s in told if s is not None and s.fate is Fate.LOST), rounded)
         if state == PARAM and own == {wanted}:  # what a run would have made of its masters

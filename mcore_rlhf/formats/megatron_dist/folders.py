@@ -355,7 +355,7 @@ class DistFolder:
         folder = located.root / name
         dcp, zips, apart = DcpFolder.open(folder, located.root, options.stubs), list[StoredFile](), ()
         shared = next((item for fqn, item in dcp.objects.items() if fqn.startswith(f"{SHARED}/")), None)
-        if (folder / COMMON).is_file():  # of two, Megatron-core 0.19 loads it: ``serialization.py`` (``load_common_state_dict``)
+        if (folder / COMMON).is_file():  # Megatron-core 0.19 prefers it, too: ``serialization.py``
             pt = read_pt(located.root, f"{name}/{COMMON}", stubs=options.stubs)
             file, top = pt.file, pt.materialize(pt.tree)
             zips.append(StoredFile.of_zip(file, pt.directory))
