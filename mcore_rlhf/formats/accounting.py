@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, DType
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Rule, Said
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, UNPLACED, inventory_of
 from mcore_rlhf.families.module import CONFIG
 from mcore_rlhf.families.run_folders import CONTENTS, SPLIT, TRANSFORMER
 from mcore_rlhf.families.source import Source
@@ -135,7 +135,7 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
     tensors = tensors_of(tally, {**Report.of([_UNUSED], opened).said, **seen.notes.said, **final}, empty)
     files = dict(_files(opened, target, without_optimizer))
     return Account.of(
-        {**facts.fates, **tensors, **files, **casts, **Report.of([_UNPLACED], opened).said}, target.report.lost
+        {**facts.fates, **tensors, **files, **casts, **Report.of(UNPLACED, opened).said}, target.report.lost
     )
 
 
@@ -146,9 +146,6 @@ def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     return {item: one for item, one in said.items() if item not in target.report.said}
 
 
-_UNPLACED: Rule[Source] = Rule(
-    Fate.LOST, "{name}: not known, and not carried", lambda s: [{"name": name, "of": [Item(Kind.VALUE, name)]} for name in s.unplaced]
-)  # fmt: skip
 _UNUSED: Rule[Source] = Rule(
     Fate.DERIVED, "the framework stores it in some layouts only, and never uses it",
     lambda s: {"of": [Item(Kind.TENSOR, name) for name in s.model.unused]},

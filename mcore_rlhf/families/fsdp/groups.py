@@ -11,7 +11,7 @@ from typing import Any, cast
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.source import FROZEN, ParamGroup, Source
@@ -107,7 +107,7 @@ class Collected:
                     f"{folder}: the optimizer keeps {key} of {strange[0]}, which is no number; only states with one value per element, "
                     "and numbers, can be converted\n--no-optimizer takes the weights alone."
                 )
-            apart = next((name for name, value in held.items() if _number(value) != _number(held[first])), None)
+            apart = next((name for name, value in held.items() if not same(_number(value), _number(held[first]))), None)
             scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
             if apart is not None:
                 notes.add(Fate.LOST, differing(number, key, first, held[first], apart, held[apart]))

@@ -353,7 +353,8 @@ class DistFolder:
         from mcore_rlhf.storage.pt import read_pt
 
         folder = located.root / name
-        dcp, zips, apart = DcpFolder.open(folder, located.root, options.stubs), list[StoredFile](), ()
+        dcp, zips = DcpFolder.open(folder, located.root, options.stubs), list[StoredFile]()
+        apart: tuple[str, ...] = ()
         shared = next((item for fqn, item in dcp.objects.items() if fqn.startswith(f"{SHARED}/")), None)
         if (folder / COMMON).is_file():  # Megatron-core 0.19 prefers it, too: ``serialization.py``
             pt = read_pt(located.root, f"{name}/{COMMON}", stubs=options.stubs)

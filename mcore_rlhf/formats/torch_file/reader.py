@@ -160,6 +160,7 @@ class _SavedReader:
         """The optimizer's states by parameter; groups and numbers on the way."""
         groups, kept = self._parts_of(stored)
         self.unplaced.look(FILE, stored, of_torch(stored), OPTIMIZER)
+        self.unplaced.look(FILE, self.opened.tree.get(RECORD), dict.fromkeys(("class", "names", "shapes")), RECORD)
         self.collected.fields = {number: dict(group) for number, group in enumerate(groups)}
         found: dict[str, dict[str, StoredTensor]] = {}
         for number, values in kept.items():
