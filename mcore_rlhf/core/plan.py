@@ -7,7 +7,7 @@ rows have them; everything else is columns. Coverage and disjointness fall out.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple, overload
@@ -211,13 +211,28 @@ def plan_file(file: str, holds: Chunks, source: Chunks) -> FilePlan:
         if stored is not dtype and stored != dtype and not _is_computed(there, have):
             plan.casts[name] = stored, dtype
     plan.used = list(dict.fromkeys([have for _, _, have in wanted]))
-    plan.copies = _Join(plan, wanted, there, holds.tensors).copies()
+    copies = plan.copies = _Join(plan, wanted, there, holds.tensors).copies()
+    if copies.casts:
+        plan.casts.update(_parts_of_other_types(plan.casts, wanted, there, types))
     _check_disjoint(plan.copies, plan)
     return plan
 
 
 _Wanted = tuple[TensorName, int, int]
 """A wanted tensor: its name, its number in the file's table, and that of the source's in the source's."""
+
+
+def _parts_of_other_types(
+    told: Collection[TensorName], wanted: Sequence[_Wanted], there: Tensors, types: Sequence[DType]
+) -> Iterator[tuple[TensorName, tuple[DType, DType]]]:
+    """Tensors that have the target's type as a whole, and of which parts are stored in another one."""
+    for name, number, have in wanted:
+        if name in told:
+            continue
+        records = {there.rows.records[there.rows.record[row]] for row in there.span(have)}
+        stored = next((one.dtype for one in records if one.dtype != types[number] and not one.computed), None)
+        if stored is not None:
+            yield name, (stored, types[number])
 
 
 def _is_computed(tensors: Tensors, number: int) -> bool:

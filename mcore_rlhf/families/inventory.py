@@ -134,11 +134,16 @@ EACH = "*"
 Known = Mapping[str, "Known | None"]
 
 
+UNLIKE = ", where the file that is taken has something else"
+"""How the names of values end that are known, and of which ranks do not say the same: those of the first are taken."""
+
+
 @dataclass(slots=True)
 class Unplaced:
-    """Values of which no reader knows what they are, with the files that hold them."""
+    """Values of which no reader knows what they are, or of which ranks do not say the same, with the files that hold them."""
 
     files: dict[str, list[str]] = field(default_factory=dict)
+    unlike: dict[str, list[str]] = field(default_factory=dict)
 
     def look(self, file: str, tree: object, known: Known, inside: str = "") -> None:
         """Note every key of a tree that is not known.
@@ -156,13 +161,28 @@ class Unplaced:
         """Note values of a rank that another rank has not: those of the first are taken for all."""
         for key in dict.fromkeys([*first, *mine]):
             if not same(mine.get(key), first.get(key)):
-                self.files.setdefault(_joined(inside, key), []).append(file)
+                self.unlike.setdefault(_joined(inside, key), []).append(file)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Each value once, with its file."""
-        more = {path: f" and {len(of) - 1} more files" if len(of) > 1 else "" for path, of in self.files.items()}
-        return tuple(f"{path} in {of[0]}{more[path]}" for path, of in self.files.items())
+        return (*map(_with_files, self.files.items()), *(_with_files(one) + UNLIKE for one in self.unlike.items()))
+
+
+def _with_files(value: tuple[str, list[str]]) -> str:
+    path, files = value
+    return f"{path} in {files[0]}" + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+
+
+UNPLACED: Sequence[Rule[Source]] = [
+    Rule(Fate.LOST, "{name}: not known, and not carried", lambda s: _each([one for one in s.unplaced if not one.endswith(UNLIKE)])),
+    Rule(Fate.LOST, "{name}: not carried", lambda s: _each([one for one in s.unplaced if one.endswith(UNLIKE)])),
+]  # fmt: skip
+"""What is said of both."""
+
+
+def _each(names: Sequence[str]) -> list[dict[str, object]]:
+    return [{"name": name, "of": [Item(Kind.VALUE, name)]} for name in names]
 
 
 def of_torch(inner: object) -> Known:

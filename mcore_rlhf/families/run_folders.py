@@ -264,6 +264,11 @@ INNER = "dist_ckpt"
 Source: verl ``verl/utils/checkpoint/megatron_checkpoint_manager.py`` and ``verl/utils/megatron_utils.py``
 (``get_dist_checkpoint_path``) at b178a3c.
 """
+RLINF_FOLDER = "dcp_checkpoint"
+"""Where RLinf has DCP's files in a role's folder, beside its plain weights.
+
+Source: RLinf, ``rlinf/hybrid_engines/fsdp/strategy/checkpoint.py``.
+"""
 CONTENTS, TRANSFORMER = "ckpt_contents.json", "transformer_config.json"
 """Beside both: what is saved where, in layout v2, and the fields of the model's ``TransformerConfig``."""
 _MODEL = "model"

@@ -13,7 +13,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, DType
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import ANY, Facts, Fate, Item, Kind, Reason, Rule, Said
 from mcore_rlhf.core.plan import FilePlan
-from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import ELEMENTS, LEFT_OUT, OF_OPTIMIZER, UNPLACED, inventory_of
 from mcore_rlhf.families.module import CONFIG
 from mcore_rlhf.families.run_folders import CONTENTS, SPLIT, TRANSFORMER
 from mcore_rlhf.families.source import Source
@@ -135,7 +135,7 @@ def account_of(opened: Source, seen: Source, target: Target, tally: Tally, *, wi
     tensors = tensors_of(tally, {**Report.of([_UNUSED], opened).said, **seen.notes.said, **final}, empty)
     files = dict(_files(opened, target, without_optimizer))
     return Account.of(
-        {**facts.fates, **tensors, **files, **casts, **Report.of([_UNPLACED], opened).said}, target.report.lost
+        {**facts.fates, **tensors, **files, **casts, **Report.of(UNPLACED, opened).said}, target.report.lost
     )
 
 
@@ -146,9 +146,6 @@ def _homeless(opened: Source, target: Target) -> Mapping[Item, Said]:
     return {item: one for item, one in said.items() if item not in target.report.said}
 
 
-_UNPLACED: Rule[Source] = Rule(
-    Fate.LOST, "{name}: not known, and not carried", lambda s: [{"name": name, "of": [Item(Kind.VALUE, name)]} for name in s.unplaced]
-)  # fmt: skip
 _UNUSED: Rule[Source] = Rule(
     Fate.DERIVED, "the framework stores it in some layouts only, and never uses it",
     lambda s: {"of": [Item(Kind.TENSOR, name) for name in s.model.unused]},
@@ -214,7 +211,7 @@ def _casts(opened: Source, tally: Tally, report: Report, left_out: Said | None) 
             if unplanned.get(state) == [] and not of_params:  # otherwise it is made of another state
                 found[item] = Said(Fate.CHANGED, f"{what}: converted to {wanted}, which has all values of {source}")
             continue
-        if state == PARAM and source == FLOAT32 and MASTER in unplanned:
+        if state == PARAM and MASTER in unplanned and (source == FLOAT32 or PARAM not in unplanned):
             told = (left_out, *(report.said.get(Item(Kind.TENSOR, name)) for name in (MASTER, ANY)))
             found[Item(Kind.TENSOR, MASTER)] = next((s for s in told if s is not None and s.fate is Fate.LOST), rounded)
         if state == PARAM and own == {wanted}:  # what a run would have made of its masters
@@ -239,7 +236,7 @@ def _files(opened: Source, target: Target, without_optimizer: bool) -> Iterator[
     """
     why = LEFT_OUT if without_optimizer else ""
     lost = (Reason.TRAINER, Reason.UNREADABLE, Reason.CALLS, Reason.WEIGHTS)
-    anew = {name.rpartition("/")[2] for name in target.sums}
+    anew = {name.rpartition("/")[2] for name in target.sums} | {f.path for f in target.files if f.path in _COPIES}
     for file in unopened(opened):
         derived = Said(Fate.DERIVED, "made anew, of the new files") if file.path in anew else None
         yield Item(Kind.FILE, file.path), derived or _fate(file, lost, why)

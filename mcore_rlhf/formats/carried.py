@@ -22,7 +22,7 @@ from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.megatron.state import MegatronState
 from mcore_rlhf.families.module import CONFIG, OF_RANKS, ModuleState, config_in, described
 from mcore_rlhf.families.options import WriteOptions
-from mcore_rlhf.families.run_folders import INNER, SPLIT_WEIGHTS, SWIFT, files_of_step
+from mcore_rlhf.families.run_folders import INNER, RLINF_FOLDER, SPLIT_WEIGHTS, SWIFT, files_of_step
 from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, sidecar_files
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_counters import COUNTED, STEP, NewCounters, read_counters
@@ -191,8 +191,9 @@ def unopened(source: Source) -> tuple[Leftover, ...]:
 
 
 def step_of(source: Source) -> PurePosixPath:
-    """The folder of the step that was opened, relative to the source's root."""
-    return PurePosixPath("" if _is_trainers(source.root) else _step_folder(file.path for file in source.files))
+    """The folder of the step that was opened, relative to the source's root: a role's own, where its files lie in one inside it."""
+    step = _step_folder(file.path for file in source.files)
+    return PurePosixPath("" if step in (INNER, RLINF_FOLDER) or _is_trainers(source.root) else step)
 
 
 def _is_trainers(root: ReadablePath) -> bool:

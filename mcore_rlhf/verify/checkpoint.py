@@ -9,8 +9,10 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
+from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
 from mcore_rlhf.errors import CheckpointError, Corrupt, LayoutMismatch, Problem, Problems
+from mcore_rlhf.families.inventory import UNPLACED
 from mcore_rlhf.families.megatron.folders import folder_meant
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import Source, bytes_of, uneven_schedule
@@ -123,9 +125,7 @@ def _verified(
             advice = "Take the scheduler's state of another copy, or of another step."
             verdict.problems.add(LayoutMismatch, f"{source.root}: the scheduler's state has {wrong}", advice)
         verdict.contradicts.extend(source.notes.contradictions)
-        verdict.contradicts.extend(
-            f"{name}: not what the first rank has there, or a value that is not known" for name in source.unplaced
-        )
+        verdict.contradicts.extend(Report.of(UNPLACED, source).lost)
     except CheckpointError as error:
         if error.exit_code == 2:
             raise

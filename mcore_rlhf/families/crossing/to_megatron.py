@@ -10,7 +10,7 @@ from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, Shape
 from mcore_rlhf.core.chunks import new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule, Values
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported
-from mcore_rlhf.families.fsdp.groups import STEP
+from mcore_rlhf.families.fsdp.groups import counted_of_each
 from mcore_rlhf.families.inventory import FROM_ZERO3, WAITING, inventory_of
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, PLAIN, Arguments
 from mcore_rlhf.families.megatron.groups import Membership, by_sgd
@@ -336,10 +336,6 @@ class _InMegatron:
         )
         return {"states": ", ".join(found), "then": then} if found else None
 
-    def strange_numbers(self) -> list[str]:
-        """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``."""
-        return sorted({key for group in self.source.state.groups for key in group.scalars} - {STEP})
-
     def muon(self) -> Values | None:
         """What DeepSpeed's or torch's Muon trains, and how Megatron is told of it."""
         groups = _of_muon(self.source)
@@ -420,8 +416,8 @@ _RULES: tuple[Rule[_InMegatron], ...] = (
     *(rule.of_part(lambda s: s.dealt) for rule in OF_MEGATRON),
     Rule(Fate.LOST, "{states}: no optimizer of Megatron's keeps such states, and none goes on with them; they lie in its files, for the "
          "way back. {then}", lambda s: s.strange_states()),
-    Rule(Fate.LOST, "{numbers}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
-         lambda s: {"numbers": ", ".join(found)} if (found := s.strange_numbers()) else None),
+    Rule(Fate.LOST, "{names}: numbers that the optimizer keeps of each parameter, for which Megatron's groups have no place",
+         lambda s: counted_of_each(s.source)),
     Rule(Fate.LOST, f"lr_scheduler: is not like Megatron's; {MADE}", lambda s: s.made() if s.source.state.scheduler else None,
          [Item(Kind.SCHEDULER)]),
     Rule(Fate.NOTE, f"lr_scheduler: there is none; {MADE}", lambda s: s.made() if not s.source.state.scheduler else None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorName
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.facts import Fate, Item, Kind
+from mcore_rlhf.core.facts import Fate, Item, Kind, same
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Problems, Unportable, Unsupported
 from mcore_rlhf.families.lora.names import OF_ADAPTER
 from mcore_rlhf.families.source import FROZEN, ParamGroup, Source
@@ -43,20 +43,34 @@ class Collected:
     def _ordered(self) -> list[dict[str, object]]:
         return [self.fields[number] for number in sorted(self.fields)]
 
-    def groups(self, folder: ReadablePath, order: Sequence[str], notes: Report) -> tuple[ParamGroup, ...]:
+    def groups(
+        self, folder: ReadablePath, order: Sequence[str], notes: Report, stepped: Collection[str] = ()
+    ) -> tuple[ParamGroup, ...]:
         """The groups.
 
         Args:
             folder: For messages.
             order: The parameters in the model's order.
             notes: Told what was derived.
+            stepped: Those of which there are states.
 
         Raises:
             Unsupported: A group does not say what is in it.
             Unportable: What is kept of a parameter is neither a state of its shape nor a number.
+            Incomplete: One that has states does not say at which step, and others of its group do.
         """
-        if self.own:
-            return self._dealt(folder, order, notes)
+        groups = self._dealt(folder, order, notes) if self.own else self._listed(folder, notes)
+        for number, group in enumerate(groups):
+            counted = next((name for name in group.params if STEP in self.scalars.get(name, {})), None)
+            astray = [name for name in group.params if name in stepped and STEP not in self.scalars.get(name, {})]
+            if counted is not None and astray:
+                raise Incomplete(
+                    f"{folder}: param group {number}: {astray[0]} has states and no {STEP!r}, which {counted} has\n"
+                    "The file is damaged or was edited: copy it again."
+                )
+        return groups
+
+    def _listed(self, folder: ReadablePath, notes: Report) -> tuple[ParamGroup, ...]:
         made = []
         for number, fields in enumerate(self._ordered()):
             names = _params(fields)
@@ -93,7 +107,7 @@ class Collected:
                     f"{folder}: the optimizer keeps {key} of {strange[0]}, which is no number; only states with one value per element, "
                     "and numbers, can be converted\n--no-optimizer takes the weights alone."
                 )
-            apart = next((name for name, value in held.items() if _number(value) != _number(held[first])), None)
+            apart = next((name for name, value in held.items() if not same(_number(value), _number(held[first]))), None)
             scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
             if apart is not None:
                 notes.add(Fate.LOST, differing(number, key, first, held[first], apart, held[apart]))
@@ -402,3 +416,13 @@ def own_scalars(group: ParamGroup) -> dict[str, object]:
     """
     names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
     return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}
+
+
+def counted_of_each(source: Source) -> dict[str, Sequence[object]] | None:
+    """What torch's optimizers count of each parameter besides its steps, such as NAdam's ``mu_product``, for rules.
+
+    Args:
+        source: That has them.
+    """
+    names = sorted({key for group in source.state.groups for key in group.scalars} - {STEP})
+    return {"names": names, "of": [Item(Kind.GROUP, name) for name in names]} if names else None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
+from mcore_rlhf.families.run_folders import RLINF_FOLDER
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.storage.paths import ReadablePath
 
-from .folders import RLINF_FOLDER, detect, is_apart, is_dcp
+from .folders import detect, is_apart, is_dcp
 
 
 class DcpFormat(Format):

@@ -30,12 +30,13 @@ from mcore_rlhf.families.fsdp.state import (
 )
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.options import WriteOptions
+from mcore_rlhf.families.run_folders import RLINF_FOLDER
 from mcore_rlhf.families.source import BASE_LRS, ParamGroup, Source
 from mcore_rlhf.storage.dcp.metadata import Path_
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import NEMO_APART, NEMO_RL, NEMO_V2_APART, RLINF_FOLDER
+from .folders import NEMO_APART, NEMO_RL, NEMO_V2_APART
 from .fused import FUSED, FusedParam, fused_again
 from .keys import AREAL, KEYS_OF, LAYOUTS, NEMO_V2, RLINF, KeyLayout, Style, flattened, joined
 from .state import DcpState

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from mcore_rlhf.errors import NotACheckpoint, UsageError
-from mcore_rlhf.families.run_folders import named_step
+from mcore_rlhf.families.run_folders import RLINF_FOLDER, named_step
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pieces import has_pieces
 
-RLINF_FOLDER = "dcp_checkpoint"
 FULL_WEIGHTS = "model_state_dict/full_weights.pt"
 _MISSPELLED = "model_state_dict/full_weigths.pt"
 """RLinf's documentation has both spellings."""

@@ -19,7 +19,7 @@ from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import in_file, in_memory, of_file
 from mcore_rlhf.families.module import ModuleState, read_config
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED
+from mcore_rlhf.families.run_folders import RECOVER_INFO, RECOVER_STEP, RECOVERED, RLINF_FOLDER
 from mcore_rlhf.families.sidecar import Sidecar, sidecar_files
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState, scheduled_groups
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -35,7 +35,7 @@ from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import APART, RLINF_FOLDER, Located, is_dcp, locate
+from .folders import APART, Located, is_dcp, locate
 from .fused import FUSED, FusedParam, PartTensor, fused_names
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import plain_source
@@ -286,7 +286,7 @@ class _DcpReader:
             return ()
         if self.layout.style is Style.NUMBERED:
             self._name_states()
-        groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes)
+        groups = self.collected.groups(self.opened.folder, list(self.model_keys), self.notes, self.state_keys)
         self._check_scalars({name for group in groups for name in group.params})
         for group in groups:
             self._check_alike(group)

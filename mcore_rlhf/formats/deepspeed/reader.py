@@ -375,6 +375,7 @@ def _optimizer_values(opened: OpenedTag) -> Mapping[str, Any]:
 
 
 _TOP: Known = {"optimizer_state_dict": None, "ds_config": None, "ds_version": None}
+_DEGREES = "checkpoint_parallel_dimensions"
 _WRAPPED = ("optimizer_state_dict", "base_optimizer_state")
 _OF_RANKS = SHARDED_KEYS - {"loss_scaler"} | {"state", "fp32_groups_flat"}
 """Keys that each rank has its own value of, or that are compared where they are read."""
@@ -390,6 +391,7 @@ def unplaced_of(opened: OpenedTag, *, with_optimizer: bool) -> tuple[str, ...]:
     found, first = Unplaced(), opened.model[0, 0]
     for pt in opened.model.values():
         found.compare(pt.file, _scheduler(pt), _scheduler(first))
+        found.look(pt.file, pt.tree.get(_DEGREES), {"pp_degree": None, "tp_degree": None}, _DEGREES)
     if not with_optimizer:
         return found.names
     for pt in opened.optim.values():

@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_rlhf.errors import Corrupt
 from mcore_rlhf.families.fsdp.groups import PARAMS
+from mcore_rlhf.families.inventory import Unplaced
 from mcore_rlhf.families.lora.names import CONFIG, OF_ADAPTER
 from mcore_rlhf.families.lora.parts import CARRIED, carried
 from mcore_rlhf.families.source import Source
@@ -34,11 +35,12 @@ def saying(root: ReadablePath) -> list[str]:
     return [name for name in _SAYS if (root / name).is_file()]
 
 
-def said_of(root: ReadablePath) -> dict[str, object]:
+def said_of(root: ReadablePath, unplaced: Unplaced) -> dict[str, object]:
     """What they say, as it travels in a source's state; empty where none does. verl's SFT writes an alpha of 0 where it does not know it.
 
     Args:
         root: The folder.
+        unplaced: Told of what verl's own file says besides.
 
     Raises:
         Corrupt: One is damaged.
@@ -50,6 +52,7 @@ def said_of(root: ReadablePath) -> dict[str, object]:
         except ValueError as error:
             raise Corrupt(f"{root / name}: is no JSON: {error}\n{_AGAIN}") from None
         if isinstance(said, dict):
+            unplaced.look(name, said, dict.fromkeys(_FIELDS if name == META else said))
             found |= {key: value for key, value in said.items() if name != META or type(value) is _FIELDS.get(key)}
     return {CARRIED: {"config": found}} if found.get("lora_alpha") else {}
 

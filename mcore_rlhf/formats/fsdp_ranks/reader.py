@@ -107,7 +107,7 @@ class _RanksReader:
         tensors = self._tensors([self._dictionary(file) for file in self.model])
         config = model_config(self.root) or (dict(self.sidecar.module.config) if self.sidecar is not None else {})
         states = self._states(tensors, config)
-        listed = self.collected.groups(self.root, list(tensors), self.notes) if states else ()
+        listed = self.collected.groups(self.root, list(tensors), self.notes, states) if states else ()
         groups = tuple(self._trained(group, states) for group in listed)
         members = {name for group in groups for name in group.params}
         aliases = self._aliases(tensors, states, config)
@@ -459,7 +459,7 @@ class _RanksReader:
             states = [tree.get(RNG) for tree in trees.values()]
             self.random += [state for state in states if isinstance(state, Mapping)]
             other |= first
-        other |= {} if self.items else said_of(self.root)
+        other |= {} if self.items else said_of(self.root, self.unplaced)
         scheduler = state_dict_of(other.pop(SCHEDULER, None), SCHEDULER, self.notes)
         state = None if scheduler is None else dict(scheduler)
         if self.sidecar is not None:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from mcore_rlhf.core.catalog import Chunk, Record
 from mcore_rlhf.errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported
-from mcore_rlhf.families.inventory import Unplaced
+from mcore_rlhf.families.inventory import Known, Unplaced
 from mcore_rlhf.families.run_folders import SPLIT_WEIGHTS, is_split
 from mcore_rlhf.families.trainer_files import numbered
 from mcore_rlhf.storage import reading
@@ -20,6 +20,9 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
 
+_OF_AN_INDEX: Known = {"weight_map": None, "metadata": {"total_size": None, "total_parameters": None, "format": None}}
+"""What an index has, all of which follows from the files. Source: huggingface_hub 1.12.0, ``serialization/_torch.py``; transformers 5.23.0,
+``modeling_utils.py`` (``save_pretrained``)."""
 _AGAIN = "Download or copy the folder again; every file that the index names must be in it."
 
 
@@ -211,6 +214,7 @@ class _SeriesReader:
                 "and are no model\nGive the run's checkpoint, or the folder of whole weights to which the differences were applied."
             )
         self._note_file(index)
+        self.series.unplaced.look(index, text, _OF_AN_INDEX)
         folder = PurePosixPath(index).parent
         named = {name: (folder / file).as_posix() for name, file in weights.items()}
         files = list(dict.fromkeys(named.values()))

@@ -172,7 +172,7 @@ class OptimizerFile:
 
     def groups(self, order: list[str], notes: Report) -> tuple[ParamGroup, ...]:
         """The groups, with names."""
-        return self.collected.groups(self.opened.root, order, notes)
+        return self.collected.groups(self.opened.root, order, notes, self.of_names())
 
     def of_names(self) -> dict[str, dict[str, StoredTensor]]:
         """What lies in the file, by parameter and state."""

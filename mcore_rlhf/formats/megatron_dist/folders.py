@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.adapted import BesideIteration
 from mcore_rlhf.families.megatron.folders import Located, locate
@@ -47,6 +48,8 @@ CONFIG = "metadata.json"
 COMMON = "common.pt"
 SHARED = "common_state"
 """The object that takes the place of ``common.pt`` since 0.19."""
+_OF_PART = "content_metadata"
+"""Of it, what says how its optimizer is stored. Source: megatron-core 0.16.1, ``dist_checkpointing/serialization.py`` (``save``)."""
 _CALLED = ("iter_", "release", INNER, ADAPTED_MODEL, ADAPTED_OPTIMIZER)
 """How the names of folders begin that are looked into where ``metadata.json`` is not there, or cannot be read."""
 _OF_FSDP = (b"rng_state.(", b"optimizer.param_to_group_meta.")
@@ -305,6 +308,7 @@ class DistFolder:
         objects: What is not a tensor.
         groups: ``(chained optimizer, data-parallel group)`` → what that optimizer keeps besides tensors, by key.
         around: What lies in files of their own beside the iteration.
+        apart: What another place says otherwise of what all ranks share, which is not taken: its key and the place.
     """
 
     located: Located
@@ -318,6 +322,7 @@ class DistFolder:
     objects: dict[ShardKey, DcpObject] = field(default_factory=dict)
     groups: dict[tuple[int, int], dict[str, DcpObject]] = field(default_factory=dict)
     around: BesideIteration = field(default_factory=BesideIteration)
+    apart: tuple[str, ...] = ()
     _values: dict[bytes, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -349,12 +354,14 @@ class DistFolder:
 
         folder = located.root / name
         dcp, zips = DcpFolder.open(folder, located.root, options.stubs), list[StoredFile]()
-        if (folder / COMMON).is_file():
+        apart: tuple[str, ...] = ()
+        shared = next((item for fqn, item in dcp.objects.items() if fqn.startswith(f"{SHARED}/")), None)
+        if (folder / COMMON).is_file():  # Megatron-core 0.19 prefers it, too: ``serialization.py``
             pt = read_pt(located.root, f"{name}/{COMMON}", stubs=options.stubs)
             file, top = pt.file, pt.materialize(pt.tree)
             zips.append(StoredFile.of_zip(file, pt.directory))
+            apart = () if shared is None else _apart(top, unwrapped(shared), f"{dcp.path(shared.place.file)}: {SHARED}")
         else:
-            shared = next((item for fqn, item in dcp.objects.items() if fqn.startswith(f"{SHARED}/")), None)
             if shared is None:
                 raise Unsupported(
                     f"{folder}: has neither {COMMON} nor {SHARED}, and so not the run's arguments: it is not known how to read such a "
@@ -365,10 +372,11 @@ class DistFolder:
             raise Unsupported(f"{file}: expected a dictionary, found {type(top).__name__}")
         if folder.name == ADAPTED_OPTIMIZER and adapted_step(folder) is not None:
             top = {"optimizer": top}  # which is saved by itself there, and not as a part
-        return cls(located, file, top, dcp, tuple(zips))
+        return cls(located, file, top, dcp, tuple(zips), apart=apart)
 
     def join(self, other: DistFolder) -> None:
         """Let it have what another folder of the same checkpoint has; of what both have, its own counts."""
+        self.apart = (*self.apart, *other.apart, *_apart(self.top, other.top, other.common_file))
         self.top = {**other.top, **self.top}
         self.tensors = {
             state: {**other.tensors.get(state, {}), **self.tensors.get(state, {})}
@@ -429,6 +437,14 @@ class DistFolder:
             self.groups.setdefault(where, {})[group.group(3)] = item
         else:
             self.objects[ShardKey(key, index, shape)] = item
+
+
+def _apart(taken: object, other: object, where: str) -> tuple[str, ...]:
+    """What two places both say of a checkpoint, and not alike; how each part was stored is its own."""
+    if not isinstance(taken, Mapping) or not isinstance(other, Mapping):
+        return ()
+    both = sorted(str(key) for key in taken.keys() & other.keys() - {_OF_PART})
+    return tuple(f"{key} in {where}" for key in both if not same(taken[key], other[key]))
 
 
 def unwrapped(item: DcpObject) -> object:

@@ -127,6 +127,9 @@ _LOCAL: Rule[object] = Rule(
     Fate.NOTE, "flat buffers lie as those of --transformer-impl local: norms of layers have names of their own"
 )
 _BESIDE: Rule[str] = Rule(Fate.NOTE, "the weights are those of {found}, with Megatron's optimizer beside", str)
+_APART: Rule[DistFolder] = Rule(
+    Fate.LOST, "{found}: other than {0.common_file} says, which was taken", lambda folder: list(folder.apart), contradicts=True
+)  # fmt: skip
 _SHARED_RNG: Rule[tuple[ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
     Fate.NOTE,
     "RNG states: Megatron stored those of one rank for each (stage, tensor-parallel rank) and none of the others' "
@@ -251,6 +254,7 @@ class _DistReader:
             idle=idle_objects(self.folder.top),
         )
         self.notes.through([_SHARED_RNG], (self.parallel, rng))
+        self.notes.through([_APART], self.folder)
         self.notes.through(GAPS, (self.folder.around, self.parallel.world_size))
         modelopt, its_files = modelopt_in(self.folder.located, self.options)
         source = Source(

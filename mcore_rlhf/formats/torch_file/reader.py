@@ -81,7 +81,7 @@ class _SavedReader:
         tensors, shared = self._tensors()
         kept = self.opened.tree.get(OPTIMIZER) if self.options.optimizer else None
         states = {} if kept is None else self._states(kept, tensors, shared)
-        groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes)
+        groups = () if kept is None else self.collected.groups(self.path, list(tensors), self.notes, states)
         trained = {name for group in groups for name in group.params}
         self._check(states, trained, tensors)
         state = self._training(groups)
@@ -160,6 +160,7 @@ class _SavedReader:
         """The optimizer's states by parameter; groups and numbers on the way."""
         groups, kept = self._parts_of(stored)
         self.unplaced.look(FILE, stored, of_torch(stored), OPTIMIZER)
+        self.unplaced.look(FILE, self.opened.tree.get(RECORD), dict.fromkeys(("class", "names", "shapes")), RECORD)
         self.collected.fields = {number: dict(group) for number, group in enumerate(groups)}
         found: dict[str, dict[str, StoredTensor]] = {}
         for number, values in kept.items():

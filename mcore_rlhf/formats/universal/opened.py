@@ -282,7 +282,7 @@ def read_zero_folder(located: UniversalFolder, stubs: tuple[str, ...], *, optimi
     problems = Problems()
     for name, files in _folders(located.folder / ZERO, problems):
         try:
-            folder.params[name] = _read_param(located, name, files, stubs, optimizer, folder.opened)
+            folder.params[name] = _read_param(located, name, files, stubs, optimizer, folder)
         except CheckpointError as error:
             problems.add_error(error)
     if optimizer and not _weights_alone(located, folder):
@@ -318,9 +318,9 @@ def _folders(zero: ReadablePath, problems: Problems) -> Iterator[tuple[str, list
 
 
 def _read_param(
-    located: UniversalFolder, name: str, files: list[str], stubs: tuple[str, ...], optimizer: bool, opened: list[PtFile]
+    located: UniversalFolder, name: str, files: list[str], stubs: tuple[str, ...], optimizer: bool, zero: ZeroFolder
 ) -> ParamFiles:
-    found = ParamFiles(name)
+    found, told = ParamFiles(name), dict[str, dict[str, object]]()
     if f"{FP32}.pt" not in files:
         have = ", ".join(files) or "nothing"
         raise Incomplete(
@@ -331,12 +331,15 @@ def _read_param(
         if key != FP32 and not optimizer:
             continue
         pt = read_pt(located.root, f"{located.name}/{ZERO}/{name}/{file}", stubs=stubs)
-        opened.append(pt)
+        zero.opened.append(pt)
         if key == STEP:
             found.step = _step(pt)
         else:
             found.tensors[key], keys = _tensor(pt)
+            told[pt.file] = keys
             found.keys = keys if key == FP32 else found.keys
+    for file, keys in told.items():
+        zero.unplaced.compare(file, keys, found.keys)
     return found
 
 

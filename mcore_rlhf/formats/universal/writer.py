@@ -23,6 +23,7 @@ from mcore_rlhf.core.catalog import (
 )
 from mcore_rlhf.core.facts import ANY, Fate, Inventory, Rule
 from mcore_rlhf.errors import Incomplete, Problems
+from mcore_rlhf.families.fsdp.groups import counted_of_each
 from mcore_rlhf.families.inventory import COPIED_MASTERS, NEVER_MADE, OF_OPTIMIZER, UNUSED, inventory_of
 from mcore_rlhf.families.module import MOMENTUM, USE_MUON, ModuleState
 from mcore_rlhf.families.options import WriteOptions
@@ -348,9 +349,8 @@ _RULES: tuple[Rule[UniversalLayout], ...] = (
 """What becomes of a source."""
 _OF_OPTIMIZER: tuple[Rule[UniversalLayout], ...] = (
     Rule(Fate.DERIVED, COPIED_MASTERS, lambda n: any(s.trainable and n.entry(s, MASTER) is None for s in n.source.model.params)),
-    Rule(Fate.LOST, "{found}: numbers that the optimizer keeps of each parameter; DeepSpeed restores no other than step from here "
-         "(convert --to deepspeed for those)",
-         lambda n: sorted({key for group in n.source.state.groups for key in group.scalars} - {STEP})),
+    Rule(Fate.LOST, "{names}: DeepSpeed restores no other number of a parameter than its step from here (convert --to deepspeed for those)",
+         lambda n: counted_of_each(n.source)),
     Rule(Fate.DERIVED, NEVER_MADE, lambda n: [f"{name} ({state})" for name, of in _never_made(n).items() for state in of]),
     Rule(Fate.NOTE, "the source has no settings of param groups (elastic_checkpoint): those of the new run's configuration stay",
          lambda n: any(not set(group.fields) - set(group.scalars) for group in n.source.state.groups)),

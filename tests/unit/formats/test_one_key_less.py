@@ -90,6 +90,8 @@ def test_every_key_is_gone(folder: Path, tmp_path: Path) -> None:
         ("deepspeed/z0_fp32_untied_dp1", "*/mp_rank_00_model_states.pt", ("optimizer", "state", 3, "exp_avg")),
         ("transformers/checkpoint-2", "optimizer.pt", ("param_groups", 0, "lr")),
         ("torch/actor", "state.pt", ("optimizer", "param_groups", 0, "lr")),
+        ("transformers/checkpoint-2", "optimizer.pt", ("state", 12, "step")),
+        ("torch/actor", "state.pt", ("optimizer", "state", 3, "step")),
     ],
 )
 def test_a_moment_that_is_gone_is_missed(golden: str, file: str, at: tuple[Any, ...], tmp_path: Path) -> None:
@@ -98,5 +100,5 @@ def test_a_moment_that_is_gone_is_missed(golden: str, file: str, at: tuple[Any, 
     tree = _load(path)
     where = tuple(next(iter(tree[at[0]])) if key is None else key for key in at)
     torch.save(without_key(tree, where), path)
-    with pytest.raises(Incomplete, match=r"exp_avg|'param'|no 'lr'"):
+    with pytest.raises(Incomplete, match=r"exp_avg|'param'|no 'lr'|no 'step'"):
         open_without_manifest(copy, ReadOptions())

@@ -266,7 +266,7 @@ def test_learning_rates_and_ranks_that_contradict_each_other_are_named(tmp_path:
     rates, rank = verdict.contradicts
     assert "base_lrs is [0.03, 0.03], and initial_lr of the param groups is [0.01, 0.01]" in rates
     assert (
-        "param_groups.0.lr in pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt: not what the first rank has"
+        "param_groups.0.lr in pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt, where the file that is taken has something else"
         in rank
     )
     assert any("base_lrs" in str(line) for line in open_checkpoint(step, ReadOptions()).notes.lines)
