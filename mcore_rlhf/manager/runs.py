@@ -24,7 +24,7 @@ from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torch_values import SmallTensor
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
-from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer
+from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer, told
 
 from .run import steps
 from .run.naming import OWN, Naming
@@ -101,10 +101,10 @@ class TrainerStep:
         found, counters = list[str](), self.trainer.counters
         if counters is not None:
             said = _said_in(self.folder, counters)
-            number = said.get(counters.step)
+            name, number = counters.number(said)
             if type(number) is int and self.trainer.done(number) != self.step:
                 found.append(
-                    f"{self.folder / counters.file}: {counters.step} is {number}, and the folder is {self.folder.name}"
+                    f"{self.folder / counters.file}: {name} is {told(number)}, and the folder is {self.folder.name}"
                 )
             found += counters.contradictions(said, self.folder / counters.file)
         return [*found, *self._asked()]
