@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -431,6 +432,23 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         convert_part(find(RLINF, ReadOptions()), tmp_path / "parts", options, PartNumber(1, 2))
     with pytest.raises(CheckpointError, match="same"):
         into(RLINF, RLINF, "rlinf")
+
+
+def test_a_step_whose_conversion_was_killed_before_the_tracker_named_it(tmp_path: Path) -> None:
+    """The trainer goes on from the step before; a repeat says so, and with ``--overwrite`` the tracker names it and nothing is left."""
+    run, step = tmp_path / "run", GOLDENS / "transformers" / "checkpoint-2"
+    into(step, run, "verl")
+    tracker = run / "latest_checkpointed_iteration.txt"
+    with pytest.raises(CheckpointError, match=r"exists already\.\s+Choose"):
+        into(step, run, "verl")
+    left = run / f".{tracker.name}.tmp-{'0' * 16}"
+    tracker.rename(left)
+    os.utime(left, (0, 0))
+    with pytest.raises(UsageError, match="exists already, and latest_checkpointed_iteration"):
+        into(step, run, "verl")
+    convert_step(find(step, ReadOptions()), run, ConvertOptions(to="verl", workers=1, fsync=False, overwrite=True))
+    assert tracker.read_text() == "2"
+    assert not left.exists()
 
 
 def test_a_planted_position_is_never_run(tmp_path: Path) -> None:
