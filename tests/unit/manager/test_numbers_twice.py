@@ -41,7 +41,7 @@ def in_torch(where: Callable[[Any], None]) -> Callable[[Path], None]:
     return change
 
 
-CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], None], str]] = {
+CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], object], str]] = {
     "nemo-rl": (
         "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(total_steps=4),
         "total_steps is 4, and the folder is step_3",
@@ -56,6 +56,10 @@ CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], None], str]] = {
     ),
     "nemo-rl's samples": (
         "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(consumed_samples=2), "consumed_samples is 2, and total_steps is 3",
+    ),
+    "another rank's random states": (
+        "accelerate", RUNS / "ac_ds2", "step_3/random_states_0.pkl", lambda path: shutil.copy(path.with_name("random_states_1.pkl"), path),
+        "random_states_0.pkl: was written as random_states_1.pkl, and lies in the place of another file",
     ),
     "nemo-rl's data": (
         "nemo-rl", RUNS / "nm_v1", "step_3/train_dataloader.pt", in_torch(lambda tree: tree.update(_num_yielded=9)), "_num_yielded is 9",
