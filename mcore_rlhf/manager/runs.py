@@ -23,6 +23,7 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torch_values import SmallTensor
+from mcore_rlhf.storage.transactions import interrupted
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
 from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer, told
 
@@ -281,7 +282,7 @@ def listed_steps(root: ReadablePath) -> list[Step]:
 
 
 def meant_below(root: ReadablePath, holds: Callable[[ReadablePath], object] = listed_steps) -> str:
-    """A question, where a run that is looked for in a folder lies in one of that folder's own; empty where it does not.
+    """A question, where a run that is looked for in a folder lies in one of that folder's own; or what became of it; else empty.
 
     Args:
         root: A folder that is no run's.
@@ -289,7 +290,7 @@ def meant_below(root: ReadablePath, holds: Callable[[ReadablePath], object] = li
     """
     found = (root / name for name in sorted(names_in(root)) if may_be_folder(root / name) and holds(root / name))
     below = next(found, None)
-    return "" if below is None else f"Is {below} meant?"
+    return interrupted(root) or ("" if below is None else f"Is {below} meant?")
 
 
 def naming_of(root: ReadablePath) -> Naming:
