@@ -29,8 +29,7 @@ from mcore_rlhf.families.source import Source, contradictory_degrees, contradict
 from mcore_rlhf.families.trainer_files import ACCELERATE, FSDP_WHOLE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below, no_files
 from mcore_rlhf.storage.patience import read_patiently
-from mcore_rlhf.storage.transactions import interrupted
-from mcore_rlhf.storage.unfinished import refuse_unfinished
+from mcore_rlhf.storage.unfinished import interrupted, refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
 from mcore_rlhf.suggestions import did_you_mean, hub_name

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torch_values import SmallTensor
-from mcore_rlhf.storage.transactions import interrupted
+from mcore_rlhf.storage.unfinished import interrupted
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
 from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer, told
 

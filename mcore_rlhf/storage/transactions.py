@@ -40,7 +40,7 @@ from pathlib import Path
 from ..errors import CheckpointError, Unreadable
 from .beneath import is_own, remove
 from .manifest import Manifest
-from .paths import ReadablePath, storage_error
+from .paths import storage_error
 from .patience import age_s, names_in
 
 MANIFEST_NAME = "mcore_rlhf.json"
@@ -49,7 +49,7 @@ JOINED = "joined"
 _NOTE_NBYTES = 256
 PAUSES = (0.01, 0.05, 0.2, 0.5, 1.0)
 """Seconds that are waited in turn; together far longer than a living process takes to replace a folder."""
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<what>lock|old)-[0-9]+-[0-9a-f]+")
+_LEFT = re.compile(r"\.(?P<name>.+)\.(lock|old)-[0-9]+-[0-9a-f]+")
 _FOREIGN_PATIENCE_S = 24 * 3600
 """A lock of another host may be held although it seems free: some network file systems lock per host only."""
 
@@ -286,22 +286,6 @@ def recover_in(folder: Path, manifest_name: str = MANIFEST_NAME) -> list[str]:
     found = sorted({left["name"] for left in map(_LEFT.fullmatch, names) if left})
     ours = [name for name in found if not (folder / name).exists() or (folder / name / manifest_name).is_file()]
     return [line for name in ours for line in recover(folder / name, manifest_name, resumable=False)]
-
-
-def interrupted(folder: ReadablePath) -> str:
-    """What is said of a target that is gone, since who replaced it was killed between two renames; empty where there is none.
-
-    Args:
-        folder: Where it lay.
-    """
-    for name in sorted(names_in(folder)):
-        left = _LEFT.fullmatch(name)
-        if left is not None and left["what"] == "old" and not (folder / left["name"]).exists():
-            return (
-                f"{folder / left['name']} was being replaced when its writer was killed, and lies beside as {name}: "
-                "repeat what wrote it, which puts it back first; or rename it."
-            )
-    return ""
 
 
 def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:
