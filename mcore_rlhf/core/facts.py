@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Asked = TypeVar("Asked")
 Whole = TypeVar("Whole")
+Alike = TypeVar("Alike")
 
 ANY = "*"
 """As the name of an item in what is said: all of its kind of which nothing else is said."""
@@ -182,6 +183,33 @@ def same(a: object, b: object) -> bool:
         return b != b
     equal = a == b
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def distinct(values: Mapping[str, Alike]) -> list[tuple[Alike, list[str]]]:
+    """Values that are the same once each, with the names of those that have it; only those that look alike are compared.
+
+    Args:
+        values: By name; each of them may be another one.
+    """
+    found, alike = list[tuple[Alike, list[str]]](), dict[object, list[tuple[Alike, list[str]]]]()
+    for name, value in values.items():
+        near = alike.setdefault(_looks(value), [])
+        known = next((one for one in near if same(one[0], value)), None)
+        if known is None:
+            near.append(known := (value, []))
+            found.append(known)
+        known[1].append(name)
+    return found
+
+
+def _looks(value: object) -> object:
+    """What values that are the same have in common; of all that is no number, text or nest of such its type alone."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _looks(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_looks, value))
+    plain = value if isinstance(value, str | bytes | int) else repr(value) if isinstance(value, float) else None
+    return type(value), plain
 
 
 Values = Mapping[str, Any]

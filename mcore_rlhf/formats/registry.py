@@ -30,7 +30,7 @@ from mcore_rlhf.families.source import Source, contradictory_degrees, contradict
 from mcore_rlhf.families.trainer_files import ACCELERATE, FSDP_WHOLE, TRANSFORMERS
 from mcore_rlhf.storage.paths import ReadablePath, files_below, no_files
 from mcore_rlhf.storage.patience import read_patiently
-from mcore_rlhf.storage.unfinished import refuse_unfinished
+from mcore_rlhf.storage.unfinished import interrupted, refuse_unfinished
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.suggestions import FORMATS as FORMAT_WORDS
 from mcore_rlhf.suggestions import did_you_mean, hub_name
@@ -281,7 +281,7 @@ def detect(path: ReadablePath) -> Format:
     if found is not None:
         return found
     refuse_of_ranks(path)
-    part = _around(path)
+    part = _around(path) or (f"\n{left}" if (left := interrupted(path)) else "")
     if part:
         raise NotACheckpoint(f"{path}: not a checkpoint in a format that is known{part}")
     raise NotACheckpoint(
@@ -356,7 +356,10 @@ def models_in(step: ReadablePath, but: Collection[str] = ()) -> dict[str, Readab
         step: The step's folder.
         but: Names of folders that are none.
     """
-    children = [child for child in sorted(step.iterdir()) if child.is_dir() and child.name not in but]
+    there = (
+        child for child in sorted(step.iterdir()) if child.is_dir() and not child.name.startswith(".")
+    )  # not yet, or no longer
+    children = [child for child in there if child.name not in but]
     for formats in ([one for one in FORMATS if one not in OF_ENGINES], OF_ENGINES):
         if found := {child.name: child for child in children if format_at(child, formats) is not None}:
             return found

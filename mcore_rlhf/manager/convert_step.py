@@ -40,6 +40,7 @@ from .into_run import (
     like_of,
     numbered,
     of_alone,
+    refuse_untracked,
     resolved,
     step_into,
     taken_out,
@@ -254,6 +255,8 @@ def _convert_into_run(source: Subject, root: ReadablePath, options: ConvertOptio
             f"{root / trainer.counted}: names a step to {trainer.title}, whatever its tracker names\nGive the step a root of its own."
         )
     name = manifest_of(trainer)
+    if not options.overwrite and is_there(folder / name):
+        refuse_untracked(root, trainer, step)
     replaceable = partial(_is_as_written, name) if trainer.in_place else lambda there: (there / name).is_file()
     with publication(folder, replaceable, manifest_name=name, **published_by(options)) as into:
         job = prepare_step(source, options)

@@ -408,9 +408,27 @@ def track(root: ReadablePath, trainer: Trainer, step: int, *, fsync: bool) -> No
     Raises:
         StorageError: It cannot be written.
     """
+    if _names_before(root, trainer, step + 1):
+        write_text(root / trainer.tracker, trainer.tracked.format(step=step), fsync=fsync)
+
+
+def refuse_untracked(root: ReadablePath, trainer: Trainer, step: int) -> None:
+    """Say of a step that is there already that the tracker does not name it yet: between the two a conversion may have been killed.
+
+    Raises:
+        UsageError: It does not.
+    """
+    if _names_before(root, trainer, step):
+        raise UsageError(
+            f"{root / trainer.folder_of(step)}: exists already, and {trainer.tracker} beside it names none as new: "
+            f"who wrote it may have been killed\nGive --overwrite to write it again and have {trainer.title} go on from it."
+        )
+
+
+def _names_before(root: ReadablePath, trainer: Trainer, step: int) -> bool:
+    """Whether a run has a tracker of its own, which names nothing, or a step before one."""
     if not trainer.tracker or trainer.by_role:  # there the formats' own writers do
-        return
+        return False
     run = run_at(root)
     named = run.tracked() if run is not None else None
-    if named is None or named <= step:
-        write_text(root / trainer.tracker, trainer.tracked.format(step=step), fsync=fsync)
+    return named is None or named < step

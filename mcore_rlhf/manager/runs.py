@@ -23,8 +23,9 @@ from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.torch_values import SmallTensor
+from mcore_rlhf.storage.unfinished import interrupted
 from mcore_rlhf.trainers.known import TRAINERS, called_so, writer_of
-from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer
+from mcore_rlhf.trainers.table import HERE, STEP, Counters, Trainer, told
 
 from .run import steps
 from .run.naming import OWN, Naming
@@ -101,10 +102,10 @@ class TrainerStep:
         found, counters = list[str](), self.trainer.counters
         if counters is not None:
             said = _said_in(self.folder, counters)
-            number = said.get(counters.step)
+            name, number = counters.number(said)
             if type(number) is int and self.trainer.done(number) != self.step:
                 found.append(
-                    f"{self.folder / counters.file}: {counters.step} is {number}, and the folder is {self.folder.name}"
+                    f"{self.folder / counters.file}: {name} is {told(number)}, and the folder is {self.folder.name}"
                 )
             found += counters.contradictions(said, self.folder / counters.file)
         return [*found, *self._asked()]
@@ -281,7 +282,7 @@ def listed_steps(root: ReadablePath) -> list[Step]:
 
 
 def meant_below(root: ReadablePath, holds: Callable[[ReadablePath], object] = listed_steps) -> str:
-    """A question, where a run that is looked for in a folder lies in one of that folder's own; empty where it does not.
+    """A question, where a run that is looked for in a folder lies in one of that folder's own; or what became of it; else empty.
 
     Args:
         root: A folder that is no run's.
@@ -289,7 +290,7 @@ def meant_below(root: ReadablePath, holds: Callable[[ReadablePath], object] = li
     """
     found = (root / name for name in sorted(names_in(root)) if may_be_folder(root / name) and holds(root / name))
     below = next(found, None)
-    return "" if below is None else f"Is {below} meant?"
+    return interrupted(root) or ("" if below is None else f"Is {below} meant?")
 
 
 def naming_of(root: ReadablePath) -> Naming:

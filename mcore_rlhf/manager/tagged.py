@@ -27,12 +27,11 @@ from mcore_rlhf.errors import (
 )
 from mcore_rlhf.formats.registry import detect, is_model
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.beneath import Beneath, make_folder, remove, write_over
+from mcore_rlhf.storage.beneath import Beneath, make_folder, write_over
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
 from mcore_rlhf.storage.paths import canonical, local_path
-from mcore_rlhf.storage.patience import age_s
-from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
+from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication, remove_unrenamed
 from mcore_rlhf.storage.transactions import recover_in
 
 from .run.options import check_values
@@ -42,8 +41,6 @@ from .run.world import World
 LOG = log_of("mcore_rlhf.manager")
 _LONGEST = 1 << 20
 """Bytes of a file beside the tags: a script, or a name."""
-_MOMENT_S = 60.0
-"""How old a file that is there for a moment only must be to be a dead process's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +239,8 @@ def _clean_up(root: Path) -> None:
     """Remove what killed saves left in a root, and put back what they had moved aside."""
     for line in recover_in(root):
         LOG.info("%s", line)
-    for path in root.glob(".*.tmp-*"):  # text that was about to be renamed
-        with suppress(OSError):
-            if age_s(path) > _MOMENT_S and remove(path):
-                LOG.info("removed %s: it was left behind", path)
+    for path in remove_unrenamed(root):
+        LOG.info("removed %s: it was left behind", path)
 
 
 def _there(root: Path, but: str = "") -> str:

@@ -34,6 +34,7 @@ from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath, files_belo
 from mcore_rlhf.storage.patience import is_there, may_be_folder, names_in
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.publish import MANIFEST_NAME
+from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.unpickle import unpickle
 from mcore_rlhf.suggestions import FORMATS, did_you_mean, same
 from mcore_rlhf.trainers.known import called_so
@@ -42,6 +43,7 @@ from mcore_rlhf.trainers.loaders.known import LOADERS
 from mcore_rlhf.trainers.resuming import INSIDE, Held, Loader, Outcome, Prospect, Seen, Settings
 from mcore_rlhf.trainers.table import HERE, Trainer
 from mcore_rlhf.trainers.torchdata import astray
+from mcore_rlhf.verify.audit import misplaced
 from mcore_rlhf.verify.itself import wrong_with
 
 from .runs import counted_step, meant_below, run_at, step_at
@@ -383,10 +385,11 @@ def _seen(
 ) -> Seen:
     files = [name for name in files_below(place) if name not in _OURS]
     above = files if place == step else files_below(step)
-    broken = dict(_broken(place, files))
+    broken, swapped = _broken(place, files)
     if place != step:
         beside = [name for name in above if not (step / name).is_relative_to(place)]
-        broken |= dict(_broken(step, [name for name in beside if name.count("/") < 2]))
+        more = _broken(step, [name for name in beside if name.count("/") < 2])
+        broken, swapped = broken | more[0], swapped + more[1]
     found = cache(lambda name: _keys_in(place if name.partition(INSIDE)[0] in files else step, name))
     keys = cache(lambda name: frozenset(found(name)))
     on = cache(lambda name: frozenset(key for key, is_on in found(name).items() if is_on))
@@ -395,6 +398,7 @@ def _seen(
     named = [] if shown is None else [pattern.format(step=trainer.number(shown)) for pattern in trainer.beside]
     near = {name: wrong_with(step.parent, name) or "" for name in named if is_there(step.parent / name)}
     held = held_by(place)
+    held = replace(held, contradicts=(*held.contradicts, *swapped))
     if _OWN_ARGUMENTS in files:
         held = replace(held, args=_own_arguments(place))
     return Seen(role, frozenset(files), frozenset(above), broken, held, settings, world, number, keys, near, on)
@@ -451,11 +455,11 @@ def _paths(value: object, at: str, depth: int) -> Iterator[tuple[str, bool]]:
         yield from _paths(one, f"{at}/{key}" if at else str(key), depth - 1)
 
 
-def _broken(folder: ReadablePath, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    for name in names[:_LOOKED_INTO]:
-        wrong = wrong_with(folder, name)
-        if wrong:
-            yield name, wrong
+def _broken(folder: ReadablePath, names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What is wrong with files, by name; and of which another one lies in the place, which a loader takes as it is."""
+    sound, there = list[StoredFile](), {*names}
+    broken = {name: wrong for name in names[:_LOOKED_INTO] if (wrong := wrong_with(folder, name, sound))}
+    return broken, [f"{file.path}: {said}" for file in sound if (said := misplaced(file, there))]
 
 
 def held_by(folder: ReadablePath) -> Held:

@@ -7,7 +7,7 @@ Source: torch 2.13.0, ``distributed/checkpoint/hf_storage.py`` (``HuggingFaceSto
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import add
@@ -124,7 +124,30 @@ def read_pieces(root: ReadablePath, inside: str = "") -> Pieces:
         except CheckpointError as error:
             problems.add_error(error)
     problems.raise_if_any()
+    _require_listed(folder, found.tensors.keys())
     return found
+
+
+def _require_listed(folder: ReadablePath, tensors: Collection[str]) -> None:
+    """See that every tensor for which the index has a file is there; a file of one rank may have lost what no other says.
+
+    Raises:
+        Corrupt: The index is none.
+        Incomplete: One is not there.
+    """
+    path = folder / PIECES_INDEX
+    try:
+        listed = reading.read_json(path) if path.is_file() else {}
+    except ValueError as error:
+        listed = str(error)
+    if not isinstance(listed, dict):
+        raise Corrupt(
+            f"{path}: is no JSON object: {listed!r:.200}\nCopy the file again; or move it away: only who puts the pieces together needs it."
+        )
+    if gone := sorted(name for name in listed if name not in tensors):
+        raise Incomplete(
+            f"{folder}: {PIECES_INDEX} lists {gone[0]}, of which no file has a piece ({len(gone)} such)\n{_AGAIN}"
+        )
 
 
 def _joined(root: ReadablePath, folder: ReadablePath, name: str, chunks: Sequence[Chunk]) -> PieceTensor:

@@ -8,18 +8,23 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 
 from ..errors import StorageError, Unreadable
-from .beneath import make_folder, new_folder, remove_beneath, write_new, write_over
+from .beneath import make_folder, new_folder, remove, remove_beneath, write_new, write_over
 from .destination import WENT_ON, LocalFolder, Publication
 from .manifest import Manifest
 from .notes import FileNotes, Notes
 from .paths import human, local_path, real_path, refused, storage_error, walk
+from .patience import age_s
 from .record_file import Layout, RecordFile
 from .transactions import MANIFEST_NAME as MANIFEST_NAME
 from .transactions import Lock, Places, dead, enter, new_transaction, occupants, place_of, recover, removed, settle
+
+_MOMENT_S = 60.0
+"""How old a file that is there for a moment only must be to be a dead process's."""
 
 
 def _never(_path: Path) -> bool:
@@ -272,6 +277,25 @@ def replace_text(path: Path, text: str | bytes, *, fsync: bool = True) -> None:
             sync_folder(path.parent)
     except OSError as error:
         raise storage_error(error, path, "write") from error
+    remove_unrenamed(path.parent, escape(path.name))
+
+
+def remove_unrenamed(folder: Path, name: str = "*") -> list[Path]:
+    """Remove texts that were about to be renamed when their writer was killed.
+
+    Args:
+        folder: Where they lie.
+        name: Of the file that they were to become; a pattern.
+
+    Returns:
+        Those that were removed: for a minute another one may be at work.
+    """
+    gone = []
+    for path in folder.glob(f".{name}.tmp-*"):
+        with suppress(OSError):
+            if age_s(path) > _MOMENT_S and remove(path):
+                gone.append(path)
+    return gone
 
 
 def sync_tree(folder: Path) -> None:

@@ -13,6 +13,7 @@ from ..errors import Unreadable
 from .paths import ReadablePath
 
 _ENTERING = re.compile(r"\..+\.entering-.+")
+_ASIDE = re.compile(r"\.(?P<name>.+)\.old-[0-9]+-[0-9a-f]+")
 
 
 def refuse_unfinished(target: ReadablePath) -> None:
@@ -40,6 +41,13 @@ def replaced(target: ReadablePath) -> Unreadable:
         f"{target}: lies aside, as .{target.name}.old-…: its replacement was interrupted\n"
         "The next run, or conversion, that writes there puts it back, and so does mcore-rlhf prune in the root of a run. Then try again."
     )
+
+
+def interrupted(folder: ReadablePath) -> str:
+    """What is to be said of a folder in which one of them is all that is left of something; empty where none is."""
+    there = _names(folder) if isinstance(folder, Path) else []
+    gone = sorted(left["name"] for left in map(_ASIDE.fullmatch, there) if left and left["name"] not in there)
+    return str(replaced(folder / gone[0])) if gone else ""
 
 
 def _names(folder: Path) -> list[str]:

@@ -29,6 +29,7 @@ TRAINER = Trainer(
         "training_info.json",
         "total_steps",
         {"consumed_samples": "samples", "current_step": "step", "total_steps": "step"},
+        within=("current_step", "current_epoch"),
     ),
     formats=("dcp", "megatron-dist"),
     megatrons="weights",

@@ -102,6 +102,7 @@ class Held:
     frozen: frozenset[str] = frozenset()
 
 
+_STOPPED = "the weights are refused: training does not begin"
 _REFERENCE = re.compile(r"\$\{(\.?)([\w.]+)\}")
 _MOST_REFERENCES = 8
 
@@ -306,12 +307,18 @@ class Loader:
         return self.trainer.step_of(name) if self.reads is None else self.reads(name)
 
     def prospects(self, seen: Seen) -> Iterator[Prospect]:
-        """What becomes of each thing of which it has rows, in the order of :class:`Thing`."""
+        """What becomes of each thing of which it has rows, in the order of :class:`Thing`: nothing goes on where the weights do not."""
+        stops = False
         for thing in Thing:
             said = ((row, row.said(seen)) for row in self.rows if thing in row.things)
             found = next(((row, why) for row, why in said if why is not None), None)
-            if found is not None:
-                yield Prospect(thing, found[1], found[0])
+            if found is None:
+                continue
+            row, why = found
+            stops = stops or (thing is Thing.WEIGHTS and row.outcome is Outcome.REFUSED)
+            if stops and row.outcome is Outcome.RESTORED:
+                row, why = replace(row, outcome=Outcome.IGNORED), _STOPPED
+            yield Prospect(thing, why, row)
 
 
 def rows_of(source: str, *rows: Habit) -> tuple[Habit, ...]:

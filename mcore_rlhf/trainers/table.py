@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from string import Formatter
@@ -26,6 +26,7 @@ Resumed = Literal["tracker", "highest", "named"]
 
 
 _OF_EPOCHS = ("epoch", "of_epoch", "per_epoch", "number")
+_SAMPLES = "samples"
 _MOST = 10**18
 
 
@@ -38,19 +39,49 @@ class Counters:
         step: The field that is the step's number.
         fields: What a new file says: fields, and what each is: ``step``, ``samples`` or ``number`` (what the trainer calls that step); or
             the ``epoch`` that it is in, where in it (``of_epoch``) and how many steps one has (``per_epoch``), as a run shows.
+        within: A field that counts the steps of an epoch, and the field that counts epochs; empty where there are none.
     """
 
     file: str
     step: str
     fields: Mapping[str, str] = field(default_factory=dict)
+    within: tuple[str, ...] = ()
+
+    def number(self, said: Mapping[str, object]) -> tuple[str, object]:
+        """The field that is the step's number, and what it says: that of an epoch's steps where it says more, which alone is counted then.
+
+        Source: NeMo-RL 7ea279a, ``algorithms/grpo.py`` (``async_grpo_train``: it sets ``current_step``, and never ``total_steps``).
+
+        Args:
+            said: What the file says.
+        """
+        step, inner = said.get(self.step), said.get(self.within[0]) if self.within else None
+        apart = self.within and type(step) is type(inner) is int and inner > step
+        return (self.within[0], inner) if apart else (self.step, step)
 
     def contradictions(self, said: Mapping[str, object], file: ReadablePath) -> list[str]:
-        """Where the epoch, and how far in it the run is, are another step than the file's.
+        """Where the epoch, how far in it the run is, or its samples are another step than the file's.
 
         Args:
             said: What the file says.
             file: For the sentence.
         """
+        return [*self._of_epoch(said, file), *self._of_steps(said, file)]
+
+    def _of_steps(self, said: Mapping[str, object], file: ReadablePath) -> Iterator[str]:
+        """The first epoch has all steps of the run, and each step has a sample, where they are counted."""
+        name, step = self.number(said)
+        if type(step) is not int:
+            return
+        at, epochs = self.within[:2] or ("", "")
+        inner, epoch = said.get(at), said.get(epochs)
+        if type(inner) is int and (inner < 0 or (epoch == 0 and type(epoch) is int and inner != step)):
+            yield f"{file}: {at} is {told(inner)}{' of the first epoch' * (epoch == 0)}, and {name} is {told(step)}"
+        for of in (of for of, kind in self.fields.items() if kind == _SAMPLES):
+            if type(samples := said.get(of)) is int and samples and samples < step:
+                yield f"{file}: {of} is {told(samples)}, and {name} is {told(step)}"
+
+    def _of_epoch(self, said: Mapping[str, object], file: ReadablePath) -> list[str]:
         by_kind = {kind: said.get(name) for name, kind in self.fields.items()}
         found = [value for kind in _OF_EPOCHS if type(value := by_kind.get(kind)) is int]
         if len(found) < len(_OF_EPOCHS):
@@ -59,8 +90,14 @@ class Counters:
         whole = epoch * of + within
         if whole == number:
             return []
-        told = whole if abs(whole) < _MOST else "no number of steps"  # Python writes none of thousands of digits
-        return [f"{file}: step {within} of epoch {epoch}, of {of} steps each, is {told}, and {self.step} is {number}"]
+        return [
+            f"{file}: step {within} of epoch {epoch}, of {of} steps each, is {told(whole)}, and {self.step} is {number}"
+        ]
+
+
+def told(number: int) -> int | str:
+    """A number in words: Python writes none of thousands of digits."""
+    return number if abs(number) < _MOST else "no number of steps"
 
 
 @dataclass(frozen=True)

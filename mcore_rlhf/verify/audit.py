@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,13 +78,19 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
                 f"{file.path}: is the same as {other.path}, byte for byte, and should have other parts of the same tensors",
                 "One is a copy of the other: copy it again from where its rank wrote it.",
             )
-        elif (name := _other_name(file)) in named:
+        elif name := misplaced(file, named):
             problems.add(
                 Corrupt,
-                f"{file.path}: was written as {name}, and lies in the place of another file",
+                f"{file.path}: {name}",
                 "Files were swapped, or one was copied over another: copy them again from where they were written.",
             )
     problems.raise_if_any()
+
+
+def misplaced(file: StoredFile, beside: Collection[str]) -> str:
+    """What is said of a file that was written under the name of another one that is there; empty where it was not, or does not say."""
+    name = _other_name(file)
+    return f"was written as {name}, and lies in the place of another file" if name in beside else ""
 
 
 def _other_name(file: StoredFile) -> str:

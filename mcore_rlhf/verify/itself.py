@@ -174,13 +174,21 @@ def _of_dcp(
         yield known.get(name) or StoredFile(name, _beginning(root / name)[0], ())
 
 
-def wrong_with(root: ReadablePath, name: str) -> str:
-    """What is wrong with a file by itself, in words that follow its name; nothing where it is sound, or nobody can tell."""
+def wrong_with(root: ReadablePath, name: str, sound: list[StoredFile] | None = None) -> str:
+    """What is wrong with a file by itself, in words that follow its name; nothing where it is sound, or nobody can tell.
+
+    Args:
+        root: A folder.
+        name: The file's path in it.
+        sound: Gets the file, where nothing is wrong.
+    """
     try:
-        nbytes = _looked_into(root, name).nbytes
+        found = _looked_into(root, name)
     except CheckpointError as error:
         return f"is damaged ({headline(str(error)).removeprefix(f'{root / name}: ').rstrip('.')})"
-    return "" if nbytes else "is empty"
+    if sound is not None:
+        sound.append(found)
+    return "" if found.nbytes else "is empty"
 
 
 def _looked_into(root: ReadablePath, name: str, stubs: Collection[str] = ()) -> StoredFile:

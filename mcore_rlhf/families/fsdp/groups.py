@@ -314,20 +314,24 @@ def choices(shapes: Sequence[Shape], wanted: Sequence[Shape | None]) -> tuple[in
     Returns:
         How many ways there are to choose, 2 standing for more; and the first of them.
     """
-    ways = [
-        [0] * (len(wanted) + 1) for _ in range(len(shapes) + 1)
-    ]  # from a tensor on, for what is wanted from a place on
-    for at in range(len(shapes), -1, -1):
-        ways[at][len(wanted)] = 1
-        for place in range(len(wanted)) if at < len(shapes) else ():
-            fits = wanted[place] in (None, shapes[at])
-            ways[at][place] = min(2, ways[at + 1][place] + (ways[at + 1][place + 1] if fits else 0))
-    chosen: list[int] = []
-    for at, shape in enumerate(shapes if ways[0][0] else ()):
-        place = len(chosen)
-        if place < len(wanted) and wanted[place] in (None, shape) and ways[at + 1][place + 1]:
-            chosen.append(at)
-    return ways[0][0], chosen
+    first, last = _one_by_one(shapes, wanted), _one_by_one(shapes[::-1], wanted[::-1])
+    if first is None or last is None:
+        return 0, []
+    unique = all(one + other == len(shapes) - 1 for one, other in zip(first, reversed(last), strict=True))
+    return 1 if unique else 2, first  # whatever fits lies between the earliest that fit and the latest
+
+
+def _one_by_one(shapes: Sequence[Shape], wanted: Sequence[Shape | None]) -> list[int] | None:
+    """Of each that is wanted the earliest that fits, behind the one before; None where one fits nowhere."""
+    found, at = list[int](), 0
+    for one in wanted:
+        while at < len(shapes) and one not in (None, shapes[at]):
+            at += 1
+        if at == len(shapes):
+            return None
+        found.append(at)
+        at += 1
+    return found
 
 
 def _renamed(collected: Collected, names: dict[str, str]) -> dict[str, str]:

@@ -364,6 +364,9 @@ def check_against_arguments(
     if embedding is not None:
         compare("embedding rows", embedding.global_shape[0], "padded_vocab_size")
         compare("hidden size", embedding.global_shape[1], "hidden_size")
+        if model.vocab_size is not None and model.vocab_size > (rows := embedding.global_shape[0]):
+            text = f"embedding rows: found {rows} in the files, too few for the {model.vocab_size} words of {file}, or of --vocab-size"
+            problems.add(LayoutMismatch, text)
     _check_qkv(args, file, model, problems)
     if not problems and chunks is not None:
         _check_chunks(args, file, model, chunks, parallel, problems)

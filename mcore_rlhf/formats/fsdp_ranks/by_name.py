@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_rlhf.core.facts import same
+from mcore_rlhf.core.facts import distinct
 from mcore_rlhf.storage.dcp.rankfile import RankFile
 
 from .rank_items import NAMES
@@ -36,14 +36,15 @@ def nested(file: RankFile) -> RankFile:
             found[kind].setdefault(name, {})[field] = value
         else:
             rest[str(key)] = value
-    groups: list[dict[str, Any]] = []
-    for name, fields in found[GROUPS].items():
-        known = next((group for group in groups if same({**group, NAMES: 0}, {**fields, NAMES: 0})), None)
-        if known is None:
-            groups.append({**fields, NAMES: [name]})
-        else:
-            known[NAMES].append(name)
-    return replace(file, tree={STATE: found[STATE], GROUPS: groups, **rest})
+    return replace(file, tree={STATE: found[STATE], GROUPS: _grouped(found[GROUPS]), **rest})
+
+
+def _grouped(settings: Mapping[str, Mapping[str, object]]) -> list[dict[str, Any]]:
+    """Parameters of the same settings in one group."""
+    groups = list[dict[str, Any]]()
+    for first, names in distinct(settings):
+        groups.append({**first, NAMES: names})
+    return groups
 
 
 def flat(states: Mapping[Any, Mapping[str, object]], groups: list[dict[str, Any]]) -> dict[str, object]:

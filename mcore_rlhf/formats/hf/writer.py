@@ -51,6 +51,7 @@ from .config import (
     files_beside,
     generation_config,
     is_tied,
+    read_own_config,
     refuse_other_file,
     text_config,
     with_dtype,
@@ -172,7 +173,7 @@ class _FolderTarget:
         )
         self.beside = self._beside()
         texts.update(self._generates())
-        described = self._described() if self.config else {}
+        described = self._described() if self.config else self._refuse_damaged()
         if described:
             texts[CONFIG] = self._config_text(described)
         if self.options.with_optimizer:
@@ -236,6 +237,17 @@ class _FolderTarget:
         return Sidecar.of(
             state, module, source.model.params, source.origin, optimizer=source.optimizer or "", states=states
         )
+
+    def _refuse_damaged(self) -> dict[str, object]:
+        """No description; one that is there and says nothing is damaged, and was taken for none.
+
+        Raises:
+            CheckpointError: It is no JSON.
+        """
+        path = None if self.source.carried is None else self.source.carried.files.get(CONFIG)
+        if path is not None:
+            read_own_config(path.parent)
+        return {}
 
     def _described(self) -> dict[str, object]:
         """The description, with what the conversion changes, held against the tensors."""

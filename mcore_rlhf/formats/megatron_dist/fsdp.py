@@ -12,12 +12,12 @@ Sources: megatron-core 0.19.2, ``training/checkpointing.py`` (``save_checkpoint`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
+from mcore_rlhf.core.facts import distinct
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.folders import Located
@@ -77,6 +77,7 @@ class FsdpFolder(DistFolder):
         dcp = DcpFolder.open(located.folder, located.root, options.stubs)
         if not dcp.planner_data:
             raise Incomplete(f"{located.folder}: its .metadata does not say what its items are\nCopy the folder again.")
+        require_items(dcp)
         nest: dict[str, Any] = {}
         for fqn, path in dcp.planner_data.items():
             if path[0] not in (_TENSORS, "optimizer") or _GROUPS in path[:2]:
@@ -92,7 +93,10 @@ class FsdpFolder(DistFolder):
         groups = nest.pop("optimizer", {}).get(_GROUPS, {})
         rng = {_pair(key): value for key, value in nest.pop("rng_state", {}).items()}
         if groups:
-            nest["optimizer"] = {"param_groups": _distinct(groups), "param_state_sharding_type": FSDP_DTENSOR}
+            nest["optimizer"] = {
+                "param_groups": [one for one, _ in distinct(groups)],
+                "param_state_sharding_type": FSDP_DTENSOR,
+            }
         if Arguments(stored_arguments(nest)).integer("pipeline_model_parallel_size", 1) != 1:
             raise Unsupported(f"{located.folder}: {_PIPELINE}")
         return cls(located, f"{located.folder.name}: args", nest, dcp, rng=rng)
@@ -139,6 +143,19 @@ def _is_known(path: Path_, is_tensor: bool) -> bool:
     return path[0] not in (_TENSORS, "optimizer")
 
 
+def require_items(dcp: DcpFolder) -> None:
+    """Every path is an item's, and every item has one, where there are paths at all.
+
+    Raises:
+        Incomplete: One is not, or has none.
+    """
+    items = dcp.tensors.keys() | dcp.objects.keys()
+    gone, unsaid = dcp.planner_data.keys() - items, items - dcp.planner_data.keys() if dcp.planner_data else set[str]()
+    for name, text in ((gone, "has a path for {}, and no such item"), (unsaid, "has no path for {}")):
+        if name:
+            raise Incomplete(f"{dcp.folder}: .metadata {text.format(min(name))}\nCopy the folder again.")
+
+
 def item_value(dcp: DcpFolder, fqn: str) -> object:
     """An object, or a small tensor: random states.
 
@@ -148,8 +165,6 @@ def item_value(dcp: DcpFolder, fqn: str) -> object:
     """
     if fqn in dcp.objects:
         return dcp.objects[fqn].load()
-    if fqn not in dcp.tensors:
-        raise Incomplete(f"{dcp.folder}: .metadata has a path for {fqn}, and no such item\nCopy the folder again.")
     tensor = dcp.tensors[fqn]
     (box,) = tensor.boxes  # of a rank's own tensor
     return DcpObject(fqn, dcp.metadata.places[fqn, box.offset], dcp).load()
@@ -183,12 +198,3 @@ def _pair(key: str) -> tuple[int, int]:
     except ValueError:
         raise Unsupported(f"rng_state: expected a stage and a tensor-parallel rank, found {key!r}") from None
     return pp_rank, tp_rank
-
-
-def _distinct(groups: Mapping[str, dict[str, object]]) -> list[dict[str, object]]:
-    """Param groups, of what every parameter's own says: they are stored once for each."""
-    found: list[dict[str, object]] = []
-    for group in groups.values():
-        if group not in found:
-            found.append(group)
-    return found

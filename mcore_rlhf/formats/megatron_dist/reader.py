@@ -137,6 +137,14 @@ _SHARED_RNG: Rule[tuple[ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
     lambda asked: asked[0].ep > 1 and asked[1] and all(len(key.index) < 3 for key in asked[1]),
 )
 """Since 0.17 the ranks that differ in their experts share one object: what the others had is not there."""
+_OTHER_DEGREES: Rule[tuple[Arguments, ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
+    Fate.NOTE,
+    "{0[0].where} are of PP {0[1].pp} and TP {0[1].tp}, and the random states of PP {found[0]} and TP {found[1]}: one is of another run",
+    lambda asked: next(
+        (k.shape[:2] for k in asked[2] if len(k.shape) > 1 and k.shape[:2] != (asked[1].pp, asked[1].tp)), None
+    ),
+    contradicts=True,
+)
 _UNTOLD: Rule[object] = Rule(
     Fate.NOTE, f"optimizer states: may be those of other parameters, which no master tells here. {_FAULT}"
 )
@@ -255,6 +263,7 @@ class _DistReader:
         )
         self.notes.through([_SHARED_RNG], (self.parallel, rng))
         self.notes.through([_APART], self.folder)
+        self.notes.through([_OTHER_DEGREES], (self.args, self.parallel, rng))
         self.notes.through(GAPS, (self.folder.around, self.parallel.world_size))
         modelopt, its_files = modelopt_in(self.folder.located, self.options)
         source = Source(

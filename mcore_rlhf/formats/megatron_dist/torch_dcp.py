@@ -28,7 +28,7 @@ from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
 
 from .folders import DistFolder, ShardKey, without_wrapper
-from .fsdp import Loaded, item_value, put
+from .fsdp import Loaded, item_value, put, require_items
 
 _MODEL, _OPTIMIZER, _MASTERS, _STEP = "model", "optimizer", "fp32_from_fp16_params", "step"
 _LEFT = "Convert the weights alone with --no-optimizer, or save it once with --ckpt-format torch_dist."
@@ -76,6 +76,7 @@ class TorchDcpFolder(DistFolder):
             Unsupported: It has items of which it is not known what they are.
         """
         dcp = DcpFolder.open(located.folder, located.root, options.stubs)
+        require_items(dcp)
         strange = [fqn for fqn, path in dcp.planner_data.items() if not _is_known(path, fqn in dcp.tensors)]
         if strange or not dcp.planner_data:
             some = strange[0] if strange else "all of them, since .metadata does not say by which path they lie"

@@ -49,10 +49,39 @@ def overwrite(path: Path, rng: random.Random) -> Change | None:
     return Change(f"a copy of {other.parent.name}/{other.name}")
 
 
+def from_afar(path: Path, rng: random.Random) -> Change | None:
+    """The file is one of the same name from another place: another rank's, role's or step's; sometimes as a hard link."""
+    top = next((above for above in path.parents if above.name in TOPS), path.parent)
+    others = [p for p in sorted(top.rglob(path.name)) if p.is_file() and not p.is_symlink() and p != path]
+    if not others:
+        return None
+    other = rng.choice(others)
+    if rng.random() < 0.5:
+        rewrite(path, other.read_bytes())
+    else:
+        path.unlink()
+        os.link(other, path)
+    return Change(f"that of {other.parent.relative_to(top)}")
+
+
+def loop(path: Path, rng: random.Random) -> Change | None:
+    """Beside it a folder that is a link to one above, or two links to each other."""
+    name = path.with_name(rng.choice(("global_step_8", "iter_0000008", "checkpoint-8", "step_8", "actor", "x")))
+    if name.exists() or name.is_symlink():
+        return None
+    to = rng.choice((".", "..", f"{name.name}.too"))
+    name.symlink_to(to)
+    if to == f"{name.name}.too":
+        name.with_name(to).symlink_to(name.name)
+    return Change(f"beside it {name.name}, a link to {to}")
+
+
 def duplicate(path: Path, rng: random.Random) -> Change | None:
     """Another file, with nearly the same name."""
     old = path.name
-    name = rng.choice((f"{old}.bak", f"copy_{old}", old.replace("0", "1"), old.replace("0", "00"), old.upper()))
+    name = rng.choice(
+        (f"{old}.bak", f"copy_{old}", old.replace("0", "1"), old.replace("0", "00"), old.upper(), old.title())
+    )
     if path.with_name(name).exists():
         return None
     shutil.copyfile(path, path.with_name(name))
@@ -117,7 +146,7 @@ def link(path: Path, rng: random.Random) -> Change | None:
 def sparse(path: Path, rng: random.Random) -> Change | None:
     """The file goes on for gigabytes, none of which are on the disk."""
     rewrite(path, path.read_bytes())
-    os.truncate(path, rng.choice((1 << 32, 1 << 36)))
+    os.truncate(path, rng.choice((1 << 32, 1 << 36, 1 << 40)))
     return Change("lengthened by gigabytes of nothing")
 
 
@@ -149,4 +178,6 @@ def _like(path: Path) -> list[Path]:
     return [p for p in sorted(near.rglob(f"*{path.suffix}")) if p.is_file() and p != path and p.suffix == path.suffix]
 
 
-MUTATORS = (remove, empty, swap, overwrite, duplicate, folder_renamed, folder_for_file, pipe, link, sparse, odd_name)
+MUTATORS = (
+    remove, empty, swap, overwrite, from_afar, duplicate, folder_renamed, folder_for_file, pipe, link, loop, sparse, odd_name,
+)  # fmt: skip

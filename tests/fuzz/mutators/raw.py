@@ -60,4 +60,16 @@ def splice(path: Path, rng: random.Random) -> Change | None:
     return Change(f"copy {length} bytes from {here} to {there}")
 
 
-MUTATORS = (flip, flip, cut, append, blank, splice)
+def page(path: Path, rng: random.Random) -> Change | None:
+    """What came after a page is gone, or was never written: a power failure, or a copy whose last blocks did not arrive."""
+    data = path.read_bytes()
+    pages = range(0, len(data), rng.choice((512, 4096, 65536)))
+    if not pages:
+        return None
+    at = rng.choice(pages)
+    zeros = rng.random() < 0.5
+    rewrite(path, data[:at] + bytes(len(data) - at if zeros else 0))
+    return Change(f"{'zeros' if zeros else 'nothing'} from page boundary {at} on")
+
+
+MUTATORS = (flip, flip, cut, append, blank, splice, page)

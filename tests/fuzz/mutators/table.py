@@ -56,16 +56,17 @@ def _kind(path: Path) -> str:
 
 
 def _change_one(path: Path, folder: Path, rng: random.Random) -> Change | None:
-    before, name = path.read_bytes(), path.relative_to(folder)
+    before, name, beside = path.read_bytes(), path.relative_to(folder), set(path.parent.iterdir())
     try:
         change = rng.choice(suited(path, rng))(path, rng)
     except Exception:
         if _is_small(path) and path.read_bytes() == before:
             return None  # not what its name says, since an earlier change
         raise
-    if change is None or (_is_small(path) and path.read_bytes() == before):
+    same = _is_small(path) and path.read_bytes() == before
+    if change is None or (same and {*path.parent.iterdir()} == beside):
         return None
-    listed = path.parent.is_dir() and _manifest_says_otherwise(path, folder)
+    listed = not same and path.parent.is_dir() and _manifest_says_otherwise(path, folder)
     return Change(f"{name}: {change.text}", change.checked, listed, name.as_posix(), change.witnessed)
 
 

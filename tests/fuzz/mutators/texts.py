@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ def _aliases() -> bytes:
     return "\n".join([*lines, "tp: *a19", "source: *a19"]).encode()
 
 
+def odd_key(data: bytes, rng: random.Random) -> bytes:
+    """A key that is in a text of JSON, so that it is there twice."""
+    keys = re.findall(rb'"([A-Za-z_]\w{0,60})"\s*:', data)
+    return rng.choice(keys) if keys else b"a"
+
+
 def break_text(path: Path, rng: random.Random) -> Change | None:
     """What is no JSON, YAML or tracker any more, or only nearly."""
     data = path.read_bytes()
@@ -98,6 +105,8 @@ def break_text(path: Path, rng: random.Random) -> Change | None:
             ("blanks", b" \n\t" + data + b"\n\n"),
             ("another kind of text", rng.choice((b"null", b"[]", b"{}", b'"x"', b"0", b"NaN", b"- a\n- b", b"a: b", b"~", b"{"))),
             ("twice", data + data),
+            ("lines as on Windows", data.replace(b"\n", b"\r\n") + b"\r\n"),
+            ("a key twice", data.replace(b"{", b'{"' + odd_key(data, rng) + b'": null, ', 1)),
             ("no end", data.rstrip()[:-1]),
             ("a number", str(rng.choice((*NUMBERS, 10**30))).encode()),
             ("a line", odd_text(rng).encode()),

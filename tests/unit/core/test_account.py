@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mcore_rlhf.core.account import Account, Report
-from mcore_rlhf.core.facts import Facts, Fate, Inventory, Item, Kind, Reason, Rule, Said, same
+from mcore_rlhf.core.facts import Facts, Fate, Inventory, Item, Kind, Reason, Rule, Said, distinct, same
 
 LR = Item(Kind.GROUP, "lr")
 SEED = Item(Kind.ARGUMENT, "seed")
@@ -162,3 +162,16 @@ def test_a_rule_of_a_part_is_meant_where_there_is_one() -> None:
     whole: Rule[Asked | None] = rule(why="gone").of_part(lambda asked: asked)
     assert Report.of([whole], None).lines == []
     assert Report.of([whole], Asked([])).lines == [(Fate.LOST, "gone")]
+
+
+def test_what_is_the_same_is_there_once_however_many_there_are() -> None:
+    """Each of a stranger's may be another one: comparing every one with every other took hours."""
+    nan = float("nan")
+    alike = {
+        "a": {"lr": nan, "betas": [0.9, 1]},
+        "b": {"betas": (0.9, 1), "lr": float("nan")},
+        "c": {"lr": nan, "betas": [0.9, 1.0]},
+    }
+    assert [names for _, names in distinct(alike)] == [["a", "b"], ["c"]]
+    assert [names for _, names in distinct({"a": np.ones(2), "b": np.zeros(2), "c": np.ones(2)})] == [["a", "c"], ["b"]]
+    assert len(distinct({str(number): {"lr": float(number)} for number in range(30_000)})) == 30_000

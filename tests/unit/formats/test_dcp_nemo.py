@@ -21,6 +21,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
 from tests.helpers.conversions import options
+from tests.helpers.damage import truncate
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "nemo_rl" / "v2_ws2"
 POLICY = Path("step_3/policy")
@@ -133,5 +134,24 @@ def test_pieces_of_another_model_than_the_optimizers(golden: Path) -> None:
     save_file(
         {"model.other.weight": torch.ones(2, 2)}, golden / PIECES / FIRST, {"DCP_SHARDING_INFO": json.dumps(places)}
     )
+    shutil.rmtree(golden / PIECES / ".hf_metadata")  # whose index would say so first
     with pytest.raises((Incomplete, Unsupported), match="the optimizer trains"):
         opened(golden / POLICY)
+
+
+def test_a_tensor_that_the_index_lists_and_no_rank_has_is_missing(golden: Path) -> None:
+    path = golden / PIECES / ".hf_metadata" / "fqn_to_file_index_mapping.json"
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "model.layers.9.mlp.up_proj.weight": 1}))
+    with pytest.raises(Incomplete, match=r"lists model\.layers\.9\.mlp\.up_proj\.weight, of which no file has a piece"):
+        opened(golden / "step_3")
+
+
+def test_a_cut_index_or_description_is_damage(golden: Path, tmp_path: Path) -> None:
+    """A cut ``config.json`` was taken for none: the folder that became of it had no description, and nothing said why."""
+    beside = golden / PIECES / ".hf_metadata"
+    truncate(beside / "config.json", 0.3)
+    with pytest.raises(Corrupt, match=r"config\.json: is no JSON"):
+        convert(golden / "step_3", tmp_path / "out", replace(options(), to="hf"))
+    truncate(beside / "fqn_to_file_index_mapping.json", 0.3)
+    with pytest.raises(Corrupt, match=r"fqn_to_file_index_mapping\.json: is no JSON"):
+        opened(golden / "step_3")

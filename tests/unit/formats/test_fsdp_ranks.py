@@ -275,6 +275,12 @@ def test_a_storage_that_is_too_short(three: Path) -> None:
         ([(2,)] * 40, [(2,)] * 40, 1, list(range(40))),
         ([(2,)] * 40, [(2,)] * 39, 2, list(range(39))),
         ([], [], 1, []),
+        (
+            [(2,)] * 30_000,
+            [(2,)] * 30_000,
+            1,
+            list(range(30_000)),
+        ),  # a model of many experts: by the square of that it took minutes
     ],
 )
 def test_ways_to_choose_are_counted(

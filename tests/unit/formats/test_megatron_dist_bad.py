@@ -23,6 +23,7 @@ from mcore_rlhf.errors import (
     UsageError,
 )
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from tests.helpers.conversions import GOLDENS
 from tests.helpers.damage import edited, truncate
@@ -116,11 +117,24 @@ def test_arguments_that_contradict_the_tensors(name: str, values: dict[str, obje
 
 def test_padding_that_was_dropped_does_not_matter(tmp_path: Path) -> None:
     """Where buckets end changes nothing of what is stored, as long as the sizes are multiples of 64."""
-    from mcore_rlhf.formats.registry import open_checkpoint
-
     root = copied(BUCKETS, tmp_path)
     edit_args(root, **WRONG_ARGUMENTS[-1][1])
     assert open_checkpoint(root, ReadOptions()).states == ("master", "exp_avg", "exp_avg_sq")
+
+
+def test_the_arguments_of_a_run_of_other_degrees(tmp_path: Path) -> None:
+    """``common.pt`` of the same model, cut otherwise: what each rank has of random states is in as many parts as there were ranks."""
+    root = copied("plain_tp2", tmp_path)
+    assert not open_checkpoint(root, ReadOptions()).notes.contradictions
+    edit_args(root, tensor_model_parallel_size=1, world_size=1)
+    (text,) = open_checkpoint(root, ReadOptions()).notes.contradictions
+    assert "are of PP 1 and TP 1, and the random states of PP 1 and TP 2" in text
+
+
+def test_more_words_than_the_embedding_has_rows(tmp_path: Path) -> None:
+    root = copied("plain_tp2", tmp_path)
+    edit_args(root, vocab_size=64)
+    refused(root, LayoutMismatch, "found 32 in the files, too few for the 65 words")
 
 
 def test_two_kinds_of_sharding(tmp_path: Path) -> None:

@@ -78,6 +78,17 @@ def test_a_renamed_folder_and_a_release_are_found(tmp_path: Path) -> None:
     assert detect(tmp_path / "release").name == "megatron-dist"
 
 
+def test_a_path_without_an_item_is_damage(tmp_path: Path) -> None:
+    """A bit that flipped in ``.metadata``, which has no checksum."""
+    shutil.copytree(GOLDEN, tmp_path / "root")
+    file = tmp_path / "root" / "iter_0000002" / ".metadata"
+    data, key = bytearray(file.read_bytes()), b"model.output_layer.weight"
+    data[data.index(key) + 1] ^= 4
+    file.write_bytes(data)
+    assert "output_layer.weight" in (said := verify(tmp_path / "root", ReadOptions()).problems.describe())
+    assert "Unforeseen" not in said
+
+
 def test_items_that_nobody_knows_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = DcpFolder.open(next(GOLDEN.glob("iter_*")), GOLDEN, ())
     for path, what in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_rlhf.convert import convert
 from mcore_rlhf.core.facts import Fate, Item, Kind
-from mcore_rlhf.errors import CheckpointError, Lossy, Unsupported, UsageError
+from mcore_rlhf.errors import CheckpointError, Lossy, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ConvertOptions, ReadOptions, WriteOptions
 from mcore_rlhf.families.source import bytes_of
@@ -24,6 +25,8 @@ from mcore_rlhf.manager.convert_step import StepJob, convert_part, convert_step
 from mcore_rlhf.manager.into_run import resolved
 from mcore_rlhf.manager.runs import listed_steps, run_at
 from mcore_rlhf.manager.subject import find
+from mcore_rlhf.manager.will_resume import forecast, loader_named
+from mcore_rlhf.trainers.resuming import Settings
 from mcore_rlhf.verify.differ import Differ
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -431,6 +434,38 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         convert_part(find(RLINF, ReadOptions()), tmp_path / "parts", options, PartNumber(1, 2))
     with pytest.raises(CheckpointError, match="same"):
         into(RLINF, RLINF, "rlinf")
+
+
+def test_a_step_whose_conversion_was_killed_before_the_tracker_named_it(tmp_path: Path) -> None:
+    """The trainer goes on from the step before; a repeat says so, and with ``--overwrite`` the tracker names it and nothing is left."""
+    run, step = tmp_path / "run", GOLDENS / "transformers" / "checkpoint-2"
+    into(step, run, "verl")
+    tracker = run / "latest_checkpointed_iteration.txt"
+    with pytest.raises(CheckpointError, match=r"exists already\.\s+Choose"):
+        into(step, run, "verl")
+    left = run / f".{tracker.name}.tmp-{'0' * 16}"
+    tracker.rename(left)
+    os.utime(left, (0, 0))
+    with pytest.raises(UsageError, match="exists already, and latest_checkpointed_iteration"):
+        into(step, run, "verl")
+    convert_step(find(step, ReadOptions()), run, ConvertOptions(to="verl", workers=1, fsync=False, overwrite=True))
+    assert tracker.read_text() == "2"
+    assert not left.exists()
+
+
+def test_a_step_whose_replacement_was_killed_between_two_renames(tmp_path: Path) -> None:
+    """Nothing is there for that moment: who asks hears where it lies, and whoever writes next puts it back."""
+    run, step = tmp_path / "run", GOLDENS / "transformers" / "checkpoint-2"
+    into(step, run, "accelerate")
+    (run / "checkpoint_2").rename(run / f".checkpoint_2.old-{'1' * 13}-{'0' * 8}")
+    said = r"checkpoint_2: lies aside, as \.checkpoint_2\.old-"
+    with pytest.raises(NotACheckpoint, match=said):
+        open_checkpoint(run, ReadOptions())
+    with pytest.raises(NotACheckpoint, match=said):
+        forecast(run, loader_named("accelerate")[0], Settings())
+    with pytest.raises(CheckpointError, match=r"put .*checkpoint_2 back"):
+        into(step, run, "accelerate")
+    assert [one.name for one in run.iterdir()] == ["checkpoint_2"]
 
 
 def test_a_planted_position_is_never_run(tmp_path: Path) -> None:

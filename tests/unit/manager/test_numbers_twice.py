@@ -41,10 +41,25 @@ def in_torch(where: Callable[[Any], None]) -> Callable[[Path], None]:
     return change
 
 
-CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], None], str]] = {
+CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], object], str]] = {
     "nemo-rl": (
         "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(total_steps=4),
         "total_steps is 4, and the folder is step_3",
+    ),
+    "nemo-rl's epoch": (
+        "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(current_epoch=0, current_step=2),
+        "current_step is 2 of the first epoch, and total_steps is 3",
+    ),
+    "nemo-rl's steps of one epoch": (
+        "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(current_step=10**30),
+        "current_step is no number of steps, and the folder is step_3",
+    ),
+    "nemo-rl's samples": (
+        "nemo-rl", RUNS / "nm_v1", "step_3/training_info.json", in_json(consumed_samples=2), "consumed_samples is 2, and total_steps is 3",
+    ),
+    "another rank's random states": (
+        "accelerate", RUNS / "ac_ds2", "step_3/random_states_0.pkl", lambda path: shutil.copy(path.with_name("random_states_1.pkl"), path),
+        "random_states_0.pkl: was written as random_states_1.pkl, and lies in the place of another file",
     ),
     "nemo-rl's data": (
         "nemo-rl", RUNS / "nm_v1", "step_3/train_dataloader.pt", in_torch(lambda tree: tree.update(_num_yielded=9)), "_num_yielded is 9",
@@ -98,6 +113,15 @@ def test_what_is_said_twice_and_otherwise_is_named(tmp_path: Path, case: str) ->
     assert not found.resumes
     if "data" not in case:  # which the step's files are looked into for, and no model's
         assert text in said_by_verify(root)
+
+
+def test_an_asynchronous_run_of_nemo_rl_counts_its_steps_in_one_field(tmp_path: Path) -> None:
+    """``async_grpo_train`` leaves ``total_steps`` as the run before it had it: 0 in a new one."""
+    root = tmp_path / "run"
+    shutil.copytree(RUNS / "nm_v1", root)
+    in_json(total_steps=0)(root / "step_3" / "training_info.json")
+    assert not forecast(root, loader_named("nemo-rl")[0], Settings()).contradicts
+    assert "total_steps" not in said_by_verify(root)
 
 
 def test_counters_by_which_a_trainer_goes_name_a_step_that_is_there(tmp_path: Path) -> None:
