@@ -32,12 +32,13 @@ TOGETHER = (
     ("transformers", r"^tests/reference/test_(zero_runs|seam_|will_resume\.|accelerate)"),
     ("megatron's", r"^tests/reference/test_(megatron_dist|declared|releases|integration|engine_muon|rl_|demo)"),
     ("megatron", r"^tests/reference/test_(?!\w*deepspeed|dcp|engine_fsdp)"),
+    ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
     ("deepspeed", r"^tests/reference/test_\w*deepspeed"),
     ("fsdp", r"^tests/reference/test_(dcp|engine_fsdp)"),
-    ("ranks", r"^tests/distributed/test_(?!resume|convert)"),
     ("formats", r"^tests/contract/test_(any_to_any|any_reader|account|no_calls)"),
 )
-"""Files that share ranks with a framework in them, or conversions: name of the group, and of the files; Megatron's are two halves."""
+"""Files that share ranks with a framework in them, or conversions: name of the group, and of the files; Megatron's are two halves.
+They begin in this order: the longest first, and ranks, which mostly wait, while others compute."""
 
 
 def _asked_for() -> Path | None:
@@ -94,13 +95,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in FOLDER_MARKERS:
             item.add_marker(folder)
-    items.sort(key=lambda item: _turn(item.path.relative_to(TESTS.parent).as_posix()))
+    turns: dict[str, tuple[int, int]] = {}
+    for item in items:
+        file = item.path.relative_to(TESTS.parent).as_posix()
+        if file not in turns:
+            turns[file] = _turn(file, [*turns])
+    items.sort(key=lambda item: turns[item.path.relative_to(TESTS.parent).as_posix()])
 
 
-def _turn(file: str) -> int:
-    """The many short files come last: they fill up what the long ones leave."""
+def _turn(file: str, before: list[str]) -> tuple[int, int]:
+    """The many short files come last: they fill up what the long ones leave. Of the others each folder has its turn, since some wait."""
     long = [number for number, (_, names) in enumerate(TOGETHER) if re.search(names, file)]
-    return long[0] if long else len(TOGETHER) + file.startswith("tests/unit/")
+    if long or file.startswith("tests/unit/"):
+        return long[0] if long else len(TOGETHER) + 1, 0
+    folder = file.rpartition("/")[0]
+    return len(TOGETHER), sum(one.startswith(f"{folder}/") for one in before)
 
 
 def pytest_collection_finish() -> None:
