@@ -245,7 +245,7 @@ _OF_MODULE = frozenset(item.name for item in fields(ModuleState)) - {
 def _read(found: object, where: str) -> Sidecar:
     """The fields, each of the type that it should have, or all that are not."""
     if not isinstance(found, Mapping):
-        return record_of(Sidecar, found, where)
+        return record_of(Sidecar, found, where.removesuffix(": "))
     problems = Problems()
 
     def part(kind: Any, keys: Collection[str], **needed: object) -> Any:

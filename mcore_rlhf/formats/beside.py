@@ -152,7 +152,8 @@ def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes
     texts, lost = beside.texts()
     report.through(_UNPLACED, inventory_of(source).keys() - held.keys())
     report.through(UNHELD, lost)
-    report.through(_KEPT, [item for item in held if item.kind is Kind.RNG])
+    of_own = [item for item in held if item.kind is Kind.RNG and item not in dict(state_items(source.state))]
+    report.through(_KEPT, [] if any(item.kind is Kind.RNG for item in report.said) else of_own)
     return texts, held
 
 

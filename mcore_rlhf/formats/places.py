@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, product
 from math import prod
-from operator import index
+from operator import index, itemgetter
 from typing import Any
 
-from mcore_rlhf.core.catalog import Box, Chunk, DType, Record, Shape, TensorEntry, TensorName, dtype_of, row_major
-from mcore_rlhf.errors import LayoutMismatch, shown
+from mcore_rlhf.core.catalog import (
+    PARAM,
+    Box,
+    Chunk,
+    DType,
+    Record,
+    Shape,
+    TensorEntry,
+    TensorName,
+    dtype_of,
+    row_major,
+)
+from mcore_rlhf.core.plan import check_tiles
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Untrusted, shown
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.spec import REPLICATED
+from mcore_rlhf.storage.paths import ReadablePath
 
+_MOST_CUT = 8
+"""Dimensions in which tensors are cut at most; experts, rows and columns are three."""
 Row = Sequence[Any]
 """``[parameter, state, shape, type, [[file, byte, first element, shape], …]]``, in JSON; of what lies whole ``[file, byte]`` is enough."""
 
@@ -95,3 +112,110 @@ def parts_of_ranks(source: Source, name: TensorName, shape: Shape, ranks: int) -
         except LayoutMismatch as error:
             raise LayoutMismatch(f"{shown(str(name))}: {error}") from None
         yield from ((rank, piece.box) for piece in pieces)
+
+
+def require_places(root: ReadablePath, entries: Sequence[TensorEntry], lengths: Mapping[str, int]) -> None:
+    """See that all that is said to lie somewhere can lie there.
+
+    Args:
+        root: The folder.
+        entries: Every tensor.
+        lengths: Bytes of each file.
+
+    Raises:
+        Incomplete: A file ends before a tensor does; a part of a tensor is missing.
+        Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type; two parts are of
+            the same elements, or lie in the same bytes.
+        Untrusted: A tensor lies in a file that is not listed, or before its beginning.
+    """
+    names = set[TensorName]()
+    for entry in entries:
+        if entry.name in names:
+            raise Corrupt(f"{root}: {shown(str(entry.name))} is there twice: its index is damaged")
+        names.add(entry.name)
+        for chunk in entry.chunks:
+            _require_stored(root, chunk.record, lengths)
+            _require_inside(root, entry, chunk)
+        _require_whole(root, entry)
+    _require_apart(root, entries)
+
+
+def _require_stored(root: ReadablePath, record: Record, lengths: Mapping[str, int]) -> None:
+    start, stop = index(record.byte_offset), record.byte_offset + record.nbytes
+    if start < 0 or stop < start or record.file not in lengths:
+        raise Untrusted(
+            f"{root}: {record.key} is said to be bytes {start} to {stop} of {shown(record.file)}: no file has those"
+        )
+    if stop > lengths[record.file]:
+        raise Incomplete(
+            f"{root / record.file}: ends at byte {lengths[record.file]}, and {record.key} is bytes {start} to {stop}\n"
+            "Copy it again from where it came from."
+        )
+
+
+def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> None:
+    """A chunk is a part of its tensor, and of its record, and its elements have the tensor's type."""
+    box, record, shape = chunk.box, chunk.record, entry.global_shape
+    text = ""
+    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
+        text = f"{box} lies outside the tensor, whose shape is {shape}"
+    elif box.numel:
+        steps = [(n - 1) * stride for n, stride in zip(box.shape, chunk.strides, strict=True)]
+        first, last = (chunk.start + sum(limit(0, step) for step in steps) for limit in (min, max))
+        if first < 0 or last >= record.numel:
+            text = f"elements {first} to {last} of {shown(record.key)} are said to be {box}, and it has {record.numel}"
+    if not text and entry.dtype != record.dtype:
+        text = f"is said to be of {entry.dtype}, and {shown(record.key)} is of {record.dtype}"
+    if text:
+        raise Corrupt(f"{root}: {shown(str(entry.name))}: {text}: its index is damaged")
+
+
+def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
+    """The parts of a tensor are all of it, and each element is in one; equal parts are replicas.
+
+    Boxes make a whole if their corners, counted with the sign that they have in a box, are the whole's.
+    """
+    whole, boxes = Box.whole(entry.global_shape), [chunk.box for chunk in entry.primary() if chunk.box.numel]
+    if boxes == [whole]:
+        return
+    what = f"{root}: {shown(str(entry.name))}: "
+    if why := check_tiles(entry):
+        raise (Incomplete if "nowhere" in why else Corrupt)(
+            f"{what}{why}: its index is damaged, or a rank's part is missing"
+        )
+    cut = [dim for dim, n in enumerate(whole.shape) if any(box.shape[dim] != n for box in boxes)]
+    if any(box.step for box in boxes):
+        return
+    if len(cut) > _MOST_CUT:
+        raise Corrupt(f"{what}is cut in {len(cut)} dimensions: its index is damaged")
+    corners, ends = Counter[Shape](), list(product((0, 1), repeat=len(cut)))
+    for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
+        for end in ends:
+            corner = tuple(box.offset[dim] + far * box.shape[dim] for dim, far in zip(cut, end, strict=True))
+            corners[corner] += sign * (-1) ** sum(end)
+    if left := min((corner for corner, count in corners.items() if count), default=None):
+        raise Corrupt(
+            f"{what}its parts overlap, and leave a gap, from element {left} of dimensions {tuple(cut)} on: its index is damaged"
+        )
+
+
+def _require_apart(root: ReadablePath, entries: Iterable[TensorEntry]) -> None:
+    """No byte is of two parts, but for parameters that are tied: they are the same bytes."""
+    spans = list[tuple[str, int, int, TensorName, Box]]()
+    for entry in entries:
+        for chunk in entry.chunks:
+            if chunk.box.numel and chunk.strides == row_major(chunk.box.shape):
+                start = chunk.record.byte_offset + chunk.start * entry.dtype.itemsize
+                spans.append(
+                    (chunk.record.file, start, start + chunk.box.numel * entry.dtype.itemsize, entry.name, chunk.box)
+                )
+    spans.sort(key=itemgetter(0, 1, 2))
+    for (file, start, stop, name, box), (beside, then, end, other, part) in pairwise(spans):
+        tied = name == other or {name.state, other.state} == {PARAM}
+        if file == beside and then < stop and not (tied and (start, stop, box) == (then, end, part)):
+            both = (
+                f"{shown(str(name))} and {shown(str(other))}"
+                if name != other
+                else f"{box} and {part} of {shown(str(name))}"
+            )
+            raise Corrupt(f"{root / file}: {both} are both said to be at byte {then}: its index is damaged")

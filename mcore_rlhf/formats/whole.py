@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from errno import ENOENT
 from functools import partial
-from itertools import pairwise
-from operator import index, itemgetter
+from os import strerror
 from typing import Any
 
 from mcore_rlhf.core.catalog import (
@@ -29,7 +29,6 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.core.plan import check_tiles
 from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Unsupported, Untrusted, shown
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
@@ -43,13 +42,14 @@ from mcore_rlhf.families.source import Family, ParamGroup, Source, TrainingState
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.megatron import EMBEDDING, Traits, layer_of, partition_of
 from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
-from mcore_rlhf.storage.paths import ReadablePath
-from mcore_rlhf.storage.reading import ByteSource, opened, parse_json, read_json
+from mcore_rlhf.storage import reading
+from mcore_rlhf.storage.paths import ReadablePath, beneath
+from mcore_rlhf.storage.reading import ByteSource, opened, parse_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
 from .beside import of_ranks_in, run_of, told_run, weights_alone, whole_sidecar, with_degrees
-from .places import entry_of, lay, parts_of_ranks, row_of, rows_of_ranks
+from .places import entry_of, lay, parts_of_ranks, require_places, row_of, rows_of_ranks
 from .readback import Written, by_file, differences, placed, surprised
 
 __all__ = [
@@ -153,14 +153,16 @@ class WholeFormat(Format):
         if not self.detect(path):
             raise NotACheckpoint(f"{path}: has no {' or '.join(self.markers)}")
         role = options.role or "actor"
-        others = {*self.roles(path)} - {role}
+        others = [other for other in self.roles(path) if other != role]
         entries = [
             entry
             for entry in self.stored(path, role)
             if (options.optimizer or entry.name.state == PARAM) and entry.name.role not in others
         ]
         named = dict.fromkeys((*(record.file for record in records_of(entries)), *self.markers))
-        files = tuple(self.file(path, file) for file in named)
+        beside = (record.file for other in others for record in records_of(self.stored(path, other)))
+        there = (file for file in dict.fromkeys(beside) if file not in named and beneath(path, file).is_file())
+        files = tuple(self.file(path, _require_file(path, file)) for file in (*named, *there))
         own, kept = self.run(path, entries), Sidecar.read(path, options.stubs, needed=True)
         if own is not None and kept is not None:
             _refuse_other(path, own, kept)
@@ -215,6 +217,15 @@ class WholeFormat(Format):
         return entries, self.run(path, entries)
 
 
+def _require_file(root: ReadablePath, file: str) -> str:
+    """A file of the format's own is one, and none of ours."""
+    if file.startswith(f"{FOLDER}/"):
+        raise Untrusted(f"{root}: tensors are said to lie in {shown(file)}, which is no file of the format's own")
+    if not beneath(root, file).is_file():
+        raise FileNotFoundError(ENOENT, strerror(ENOENT), str(root / file))
+    return file
+
+
 def _refuse_other(root: ReadablePath, own: Sidecar, kept: Sidecar) -> None:
     """What stands twice in a folder is the same: its framework may have written its own files since, which knows nothing of ours."""
     if other := differences(own, kept)[-1]:
@@ -229,6 +240,18 @@ def _refuse_other(root: ReadablePath, own: Sidecar, kept: Sidecar) -> None:
 
 def _layout(entries: Sequence[TensorEntry], container: Container) -> FileLayout:
     return FileLayout(Chunks.of(entries), records_of(entries), container)
+
+
+def read_json(path: ReadablePath) -> Any:
+    """What an index holds that is JSON.
+
+    Raises:
+        Corrupt: It is none.
+    """
+    try:
+        return reading.read_json(path)
+    except ValueError as error:
+        raise Corrupt(f"{path}: is no JSON: {error}\nCopy the file again from where it came from.") from None
 
 
 def records_of(entries: Iterable[TensorEntry]) -> list[Record]:
@@ -296,16 +319,7 @@ def whole_source(
         raise Incomplete(f"{root}: is read as {role}, and has tensors of {', '.join(map(shown, sorted(others)))}")
     if not entries:
         raise Incomplete(f"{root}: has no tensor of {role}")
-    names = set[TensorName]()
-    for entry in entries:
-        if entry.name in names:
-            raise Corrupt(f"{root}: {shown(str(entry.name))} is there twice: its index is damaged")
-        names.add(entry.name)
-        for chunk in entry.chunks:
-            _require_stored(root, chunk.record, lengths)
-            _require_inside(root, entry, chunk)
-        _require_whole(root, entry)
-    _require_apart(root, entries)
+    require_places(root, entries, lengths)
     states = tuple(dict.fromkeys(entry.name.state for entry in entries if entry.name.state != PARAM))
     if states and not beside.state.groups:
         raise Incomplete(
@@ -334,74 +348,6 @@ def whole_source(
 
 _OPTIMIZER = {MegatronState.names: DISTRIBUTED, ModuleState.names: "torch"}
 """What kind it is taken for where nobody said."""
-
-
-def _require_stored(root: ReadablePath, record: Record, lengths: Mapping[str, int]) -> None:
-    start, stop = index(record.byte_offset), record.byte_offset + record.nbytes
-    if start < 0 or stop < start or record.file not in lengths:
-        raise Untrusted(
-            f"{root}: {record.key} is said to be bytes {start} to {stop} of {shown(record.file)}: no file has those"
-        )
-    if stop > lengths[record.file]:
-        raise Incomplete(
-            f"{root / record.file}: ends at byte {lengths[record.file]}, and {record.key} is bytes {start} to {stop}\n"
-            "Copy it again from where it came from."
-        )
-
-
-def _require_inside(root: ReadablePath, entry: TensorEntry, chunk: Chunk) -> None:
-    """A chunk is a part of its tensor, and of its record, and its elements have the tensor's type."""
-    box, record, shape = chunk.box, chunk.record, entry.global_shape
-    what = f"{root}: {shown(str(entry.name))}: "
-    if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
-        raise Corrupt(f"{what}{box} lies outside the tensor, whose shape is {shape}: its index is damaged")
-    if box.numel:
-        steps = [(n - 1) * stride for n, stride in zip(box.shape, chunk.strides, strict=True)]
-        first, last = (chunk.start + sum(limit(0, step) for step in steps) for limit in (min, max))
-        if first < 0 or last >= record.numel:
-            text = f"elements {first} to {last} of {shown(record.key)} are said to be {box}, and it has {record.numel}"
-            raise Corrupt(f"{what}{text}: its index is damaged")
-    if entry.dtype != record.dtype:
-        raise Corrupt(
-            f"{what}is said to be of {entry.dtype}, and {shown(record.key)} is of {record.dtype}: its index is damaged"
-        )
-
-
-def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
-    """The parts of a tensor are all of it, and each element is in one; equal parts are replicas."""
-    what = f"{root}: {shown(str(entry.name))}: "
-    if why := check_tiles(entry):
-        raise (Incomplete if "nowhere" in why else Corrupt)(
-            f"{what}{why}: its index is damaged, or a rank's part is missing"
-        )
-    open_boxes = list[Box]()
-    for box in sorted((chunk.box for chunk in entry.primary()), key=lambda box: box.offset):
-        open_boxes = [one for one in open_boxes if one.stop[:1] > box.offset[:1]]
-        if other := next((one for one in open_boxes if one.intersect(box) is not None), None):
-            raise Corrupt(f"{what}{other} and {box} overlap: its index is damaged")
-        open_boxes.append(box)
-
-
-def _require_apart(root: ReadablePath, entries: Iterable[TensorEntry]) -> None:
-    """No byte is of two parts, but for parameters that are tied: they are the same bytes."""
-    spans = list[tuple[str, int, int, TensorName, Box]]()
-    for entry in entries:
-        for chunk in entry.chunks:
-            if chunk.box.numel and chunk.strides == row_major(chunk.box.shape):
-                start = chunk.record.byte_offset + chunk.start * entry.dtype.itemsize
-                spans.append(
-                    (chunk.record.file, start, start + chunk.box.numel * entry.dtype.itemsize, entry.name, chunk.box)
-                )
-    spans.sort(key=itemgetter(0, 1, 2))
-    for (file, start, stop, name, box), (beside, then, end, other, part) in pairwise(spans):
-        tied = name == other or {name.state, other.state} == {PARAM}
-        if file == beside and then < stop and not (tied and (start, stop, box) == (then, end, part)):
-            both = (
-                f"{shown(str(name))} and {shown(str(other))}"
-                if name != other
-                else f"{box} and {part} of {shown(str(name))}"
-            )
-            raise Corrupt(f"{root / file}: {both} are both said to be at byte {then}: its index is damaged")
 
 
 def _of_megatron(

@@ -23,6 +23,7 @@ import mcore_rlhf
 from mcore_rlhf.cli.app import app
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.catalog import PARAM, Box, Chunk, TensorEntry, dtype_of
+from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import (
     CheckpointError,
     Corrupt,
@@ -35,6 +36,7 @@ from mcore_rlhf.errors import (
     Untrusted,
     UsageError,
 )
+from mcore_rlhf.families.megatron.state import MegatronState, saved_rng
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.sidecar import STATE, Sidecar
 from mcore_rlhf.families.source import ParamGroup, TrainingState
@@ -293,7 +295,8 @@ DAMAGES = {
     "a part below 0": (lambda index: _changed(index, more=[["weights.bin", 0, [-8], [8]]]), "lies outside the tensor"),
     "a part twice": (lambda index: _changed(index, more=[["weights.bin", 0, [1], [8]]]), "8 elements are stored in overlapping pieces"),
     "parts that overlap": (
-        lambda index: _changed(index, start=[0], size=[40], more=[["weights.bin", 0, [16], [24]]]), "[0:40] and [16:40] overlap",
+        lambda index: _changed(index, start=[0], size=[40], more=[["weights.bin", 0, [16], [24]]]),
+        "its parts overlap, and leave a gap, from element (16,) of dimensions (0,) on",
     ),
     "a part less": (lambda index: _changed(index, size=[40]), "24 of 64 elements are stored nowhere"),
     "the bytes of another": (lambda index: _changed(index, offset=0), "are both said to be at byte 0"),
@@ -466,6 +469,12 @@ def test_the_format_of_the_documentation_works(flat: ModuleType, tmp_path: Path)
         comparison = Differ(a, b, bytes_a, bytes_b, states=("param", *b.states)).compare()
     assert comparison.equal, comparison.differences
     assert comparison.tensors == 4 * 27
+    convert(tmp_path / "flat", tmp_path / "megatron", ConvertOptions(to="megatron", strict=True))
+    back = registry.open_checkpoint(tmp_path / "megatron", ReadOptions())
+    assert (a.parallel, back.parallel) == (b.parallel, a.parallel)
+    random = [[saved_rng(shard) for shard in MegatronState.needed(one).shards] for one in (a, b, back)]
+    assert same(random[0], random[1])
+    assert same(random[0], random[2])
     again = convert(tmp_path / "flat", tmp_path / "again", ConvertOptions(to="flat", strict=True))
     assert (again.lossless, again.account.lost) == (True, [])  # of no item, nothing is said to be lost
     (tmp_path / "again" / "mcore_rlhf.json").unlink()  # its own index is no file of another program's

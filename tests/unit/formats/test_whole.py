@@ -6,38 +6,47 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_rlhf.convert import ConvertOptions, convert
-from mcore_rlhf.errors import Incomplete, LayoutMismatch, Untrusted
+from mcore_rlhf.core.facts import same
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, UsageError
 from mcore_rlhf.families.options import ReadOptions
+from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.formats import registry
+from mcore_rlhf.formats.beside import beside_of
+from mcore_rlhf.formats.readback import differences
 from mcore_rlhf.formats.whole import (
     Box,
-    Chunk,
-    DType,
     ModuleState,
     ParamGroup,
     ReadablePath,
     Record,
-    Shape,
     Sidecar,
     Source,
+    StoredFile,
+    Takes,
     TensorEntry,
     TensorName,
+    Tensors,
     TrainingState,
     WholeFormat,
     WriteOptions,
     dtype_of,
+    entry_of,
     head_of,
+    lay,
+    parts_of_ranks,
     plain,
     read_head,
     read_json,
-    row_major,
+    row_of,
+    rows_of_ranks,
+    run_of,
+    told_run,
 )  # fmt: skip
 from mcore_rlhf.storage.publish import MANIFEST_NAME
 from mcore_rlhf.storage.reading import opened as open_file
@@ -49,34 +58,26 @@ HEAD = head_of({"dealt": 1})
 
 
 class DealtFormat(WholeFormat):
-    """Three ranks have the rows of every tensor; parameters are known by their numbers."""
+    """Ranks have the rows of every tensor; parameters are known by their numbers."""
 
     name, family, markers = "dealt", "module", (RUN,)
+    takes = (*WholeFormat.takes, Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL)
 
     def stored(self, path: ReadablePath, role: str) -> Iterator[TensorEntry]:
         run = read_json(path / RUN)
-        for number, state, shape, dtype, places in run["tensors"]:
-            yield _entry(TensorName(role, run["names"][number], state), tuple(shape), dtype, places)
+        return (entry_of(role, [run["names"][number], *of]) for number, *of in run["tensors"])
 
-    def laid(
-        self, tensors: Sequence[tuple[TensorName, Shape, DType]], source: Source, options: WriteOptions
-    ) -> Iterator[TensorEntry]:
-        ends = [len(HEAD)] * RANKS
+    def laid(self, tensors: Tensors, source: Source, options: WriteOptions) -> Iterator[TensorEntry]:
         for name, shape, dtype in tensors:
-            rows, places = (*shape, 1)[0], []
-            for rank in range(RANKS):
-                start, stop = rows * rank // RANKS, rows * (rank + 1) // RANKS
-                if start < stop:
-                    places.append((f"rank{rank}.bin", start, stop - start, ends[rank]))
-                    ends[rank] += (stop - start) * prod(shape[1:]) * dtype.itemsize
-            yield _entry(name, shape, str(dtype), places)
+            parts = rows_of_ranks(shape, options.dp or RANKS)
+            yield lay(name, shape, dtype, [(f"rank{rank}.bin", box) for rank, box in parts])
 
     def head(self, records: Sequence[Record]) -> bytes:
         return HEAD
 
     def texts(self, entries: Sequence[TensorEntry], source: Source) -> dict[str, str | bytes]:
         names = list(dict.fromkeys(entry.name.param for entry in entries))
-        tensors = [(names.index(e.name.param), e.name.state, e.global_shape, str(e.dtype), _places(e)) for e in entries]
+        tensors = [(names.index(param), *of) for param, *of in map(row_of, entries)]
         groups = [{**plain(group.fields), "params": [*map(names.index, group.params)]} for group in source.state.groups]
         run = {"step": source.state.iteration, "tied": dict(source.family.shared), "groups": groups}
         return {RUN: json.dumps({**run, "names": names, "tensors": tensors})}
@@ -86,20 +87,6 @@ class DealtFormat(WholeFormat):
         params = [tuple(run["names"][number] for number in group.pop("params")) for group in run["groups"]]
         groups = tuple(ParamGroup(group, params=of) for group, of in zip(run["groups"], params, strict=True))
         return Sidecar(state=TrainingState(run["step"], groups=groups), module=ModuleState(shared=run["tied"]))
-
-
-def _entry(name: TensorName, shape: Shape, dtype: str, places: Sequence[tuple[str, int, int, int]]) -> TensorEntry:
-    chunks, inner = [], (0,) * (len(shape) - 1)
-    for file, start, rows, offset in places:
-        box = Box((start, *inner), (rows, *shape[1:])) if shape else Box.whole(())
-        record = Record(file, f"{name.param}:{name.state}", dtype_of(dtype), box.numel, offset)
-        chunks.append(Chunk(box, record, 0, row_major(box.shape)))
-    return TensorEntry(name, shape, dtype_of(dtype), tuple(chunks))
-
-
-def _places(entry: TensorEntry) -> list[tuple[str, int, int, int]]:
-    of = [(chunk.record, (*chunk.box.offset, 0)[0], (*chunk.box.shape, 1)[0]) for chunk in entry.chunks]
-    return [(record.file, start, rows, record.byte_offset) for record, start, rows in of]
 
 
 @pytest.fixture
@@ -158,6 +145,22 @@ def _stored(format_: WholeFormat, change: Callable[[TensorEntry], TensorEntry | 
     format_.stored = lambda path, role: (e for e in map(change, own(path, role)) if e is not None)  # type: ignore[method-assign]
 
 
+def _run(format_: WholeFormat, change: Callable[[Sidecar], Sidecar]) -> None:
+    """Let a format's own files say something else of the run."""
+    own = format_.run
+
+    def run(path: ReadablePath, entries: Sequence[TensorEntry]) -> Sidecar:
+        said = own(path, entries)
+        assert said is not None
+        return change(said)
+
+    format_.run = run  # type: ignore[method-assign]
+
+
+def _module(own: Sidecar, **more: Any) -> Sidecar:
+    return replace(own, module=replace(own.module, **more))
+
+
 def _cast(entry: TensorEntry, state: str, dtype: str) -> TensorEntry:
     if entry.name.state != state:
         return entry
@@ -176,10 +179,10 @@ MISTAKES: dict[str, tuple[Callable[[WholeFormat], object], str]] = {
     "members of a group": (lambda f: _index(f, lambda run: run["groups"][0]["params"].pop()), "param group parameters: run says "),
     "a name that is not written": (lambda f: _index(f, lambda run: run.pop("tied")), "KeyError at test_whole.py:"),
     "a shape": (
-        lambda f: _index(f, lambda run: run["tensors"][0].__setitem__(2, [9, 9])), "as stored gives it, [0:16, 0:9] lies outside",
+        lambda f: _index(f, lambda run: run["tensors"][0].__setitem__(2, [9, 9])), "as stored gives it, [0:16, 0:16] lies outside",
     ),
     "a type": (lambda f: _index(f, lambda run: run["tensors"][0].__setitem__(3, "float16")), "laid says float32, and stored says float16"),
-    "a place": (lambda f: _index(f, lambda run: run["tensors"][0][4][0].__setitem__(3, 999)), "elsewhere than laid puts them"),
+    "a place": (lambda f: _index(f, lambda run: run["tensors"][0][4][0].__setitem__(1, 999)), "elsewhere than laid puts them"),
     "states the other way round": (lambda f: _stored(f, _swap), "elsewhere than laid puts them"),
     "a state that is passed over": (lambda f: _stored(f, lambda e: e if e.name.state != "exp_avg" else None), "stored does not give it"),
     "a weight that is left out": (
@@ -190,6 +193,18 @@ MISTAKES: dict[str, tuple[Callable[[WholeFormat], object], str]] = {
         lambda f: _laid(f, lambda e: replace(e, global_shape=(*e.global_shape, 1))), "and it is (48, 16)",
     ),
     "a type that rounds": (lambda f: _laid(f, lambda e: _cast(e, "exp_avg", "float16")), "laid says float16, and it is to be float32"),
+    "members of a group in another order": (
+        lambda f: _index(f, lambda run: run["groups"][0]["params"].reverse()), "param group parameters: run says ",
+    ),
+    "names in another order": (lambda f: _run(f, lambda own: _module(own, order=("b", "a"))), "model order: run says "),
+    "a model's description": (lambda f: _run(f, lambda own: _module(own, config={"hidden_size": 7})), "config hidden_size: run says '7'"),
+    "parameters that are trained": (lambda f: _run(f, lambda own: replace(own, optimizer="zero2")), "optimizer optimizer: run says "),
+    "random states": (lambda f: _run(f, lambda own: replace(own, ranks=({"python": 7},))), "rng rank 0: run says "),
+    "random states of more ranks": (lambda f: _run(f, lambda own: replace(own, ranks=({}, {}))), "rng ranks: run says '[2, {}]'"),
+    "how long a file is": (
+        lambda f: setattr(f, "file", lambda path, file: StoredFile(file, 7)), "file says 'rank0.bin' of 7 bytes, and it is rank0.bin of ",
+    ),
+    "a file of another name": (lambda f: setattr(f, "file", lambda path, file: StoredFile("x", 7)), "file says 'x' of 7 bytes"),
     "no index": (lambda f: setattr(f, "texts", lambda entries, source: {}), "nothing of it is called run.json"),
     "an index that is none": (lambda f: setattr(f, "texts", lambda entries, source: {RUN: 7}), "fails at what it is to write: "),
 }  # fmt: skip
@@ -217,7 +232,7 @@ def test_what_a_formats_own_files_leave_out_is_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
     job = convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
     (said,) = [text for _, text in job.report.lines if "in mcore_rlhf/ alone, since files of dealt itself" in text]
-    assert "param groups betas, step" in said
+    assert "param groups betas, scalars, step" in said
     assert job.account.unaccounted == ()
     states = DealtFormat()
     own = states.laid
@@ -244,6 +259,100 @@ def test_a_folder_whose_framework_went_on_in_it_is_refused(monkeypatch: pytest.M
     assert registry.open_checkpoint(tmp_path / "dealt", ReadOptions()).state.iteration == 9
 
 
+def test_what_a_formats_own_files_make_up_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    form = DealtFormat()
+    _run(form, lambda own: replace(own, state=replace(own.state, grad_scaler={"scale": 1.0})))
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
+    job = convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    assert "made, as files of dealt have it, and the source has not" in " ".join(text for _, text in job.report.lines)
+
+
+def test_degrees_are_gone_by_or_refused(dealt: Path, tmp_path: Path) -> None:
+    """``--tp 2`` and ``--pp 2`` were taken, and the files were those of one rank."""
+    for axis in ("tp", "pp"):
+        with pytest.raises(Unsupported, match=f"--{axis} 2: format dealt lays the same files whatever it is\n"):
+            convert(dealt, tmp_path / axis, ConvertOptions(to="dealt", write=WriteOptions(**{axis: 2})))
+        assert not (tmp_path / axis).exists()
+    convert(dealt, tmp_path / "two", ConvertOptions(to="dealt", fsync=False, write=WriteOptions(dp=2, tp=1, pp=1)))
+    assert {path.name for path in (tmp_path / "two").glob("*.bin")} == {"rank0.bin", "rank1.bin"}
+    assert registry.open_checkpoint(tmp_path / "two", ReadOptions()).parallel.dp == 2
+
+
+def test_random_states_of_ranks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They were lost by name in every format of whole tensors."""
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
+
+    def states(path: Path) -> tuple[Any, ...]:
+        return ModuleState.needed(registry.open_checkpoint(path, ReadOptions())).rng
+
+    golden = states(GOLDEN)
+    assert len(golden) == 1
+    job = convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False, strict=True))
+    assert job.account.lost == []
+    convert(tmp_path / "dealt", tmp_path / "back", ConvertOptions(to="hf-trainer", fsync=False, strict=True))
+    assert same(states(tmp_path / "dealt"), golden)
+    assert same(states(tmp_path / "back"), golden)
+    more = ConvertOptions(to="dealt", fsync=False, write=WriteOptions(dp=3))
+    assert "rng: new states of the ranks of TP1×PP1×DP3" in [
+        text for _, text in convert(GOLDEN, tmp_path / "more", more).report.lines
+    ]
+    assert len(states(tmp_path / "more")) == 3
+    with pytest.raises(UsageError, match="--rng keep: TP1×PP1×DP1 has states of other ranks than TP1×PP1×DP3"):
+        convert(GOLDEN, tmp_path / "no", replace(more, write=WriteOptions(dp=3, rng="keep")))
+    dropped = convert(GOLDEN, tmp_path / "none", replace(more, write=WriteOptions(rng="drop")))
+    assert dropped.account.lost == ["rng: left out, as --rng drop asks"]
+    assert states(tmp_path / "none") == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"ranks": [7]}, "ranks/0: expected an object, found 7"),
+        ({"parallel": {"tp": -4}}, "what is said of its degrees: parallel degrees must be at least 1: tp"),
+        ({"parallel": {"tp": "2"}}, "what is said of its degrees: "),
+        ({"parallel": {"x": 2}}, "what is said of its degrees: "),
+        ({"parallel": {"dp": 1 << 60}}, "what is said of its degrees: degrees of 1152921504606846976 ranks"),
+    ],
+)
+def test_ranks_that_no_run_has_are_damage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Any, words: str
+) -> None:
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
+    convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    (tmp_path / "dealt" / MANIFEST_NAME).unlink()
+    state = tmp_path / "dealt" / STATE
+    state.write_text(json.dumps({**json.loads(state.read_text()), **said}))
+    with pytest.raises(Corrupt) as refused:
+        registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
+    assert words in str(refused.value)
+
+
+def test_a_run_told_whole_is_read_whole() -> None:
+    """Whatever a source has besides tensors, as JSON of a format's own."""
+    for golden in (GOLDEN, GOLDEN.parents[1] / "megatron" / "tp2pp2dp2_bf16_do"):
+        source = registry.open_checkpoint(golden, ReadOptions())
+        told = json.loads(json.dumps(told_run(source)))
+        missing, made, other = differences(run_of(told), beside_of(source)[0])
+        assert (missing, made, other) == ([], [], [])
+        assert len(run_of(told).ranks) == (1 if golden == GOLDEN else 4)
+
+
+def test_parts_of_ranks_are_megatrons() -> None:
+    """Gate and up of a fused matrix are cut each; what is not cut, every rank has."""
+    source = registry.open_checkpoint(GOLDEN.parents[1] / "megatron" / "tp1_bf16_do", ReadOptions())
+    for spec in source.model.params:
+        name = TensorName(source.role, spec.name)
+        parts = list(parts_of_ranks(source, name, spec.global_shape, 2))
+        if spec.partition.dim is None:
+            assert parts == [(rank, Box.whole(spec.global_shape)) for rank in range(2)]
+        else:
+            assert [rank for rank, _ in parts] == [0] * spec.partition.blocks + [1] * spec.partition.blocks
+            assert sum(box.numel for _, box in parts) == Box.whole(spec.global_shape).numel
+    words = next(spec for spec in source.model.params if spec.partition.vocabulary)
+    with pytest.raises(LayoutMismatch, match=r"word_embeddings.* cannot be divided equally over 7"):
+        list(parts_of_ranks(source, TensorName(source.role, words.name), words.global_shape, 7))
+
+
 def test_a_family_that_there_is_none_of_is_no_format() -> None:
     with pytest.raises(TypeError, match="family is 'hf'; it is one of megatron, module"):
         type("Other", (DealtFormat,), {"family": "hf"})
@@ -251,7 +360,7 @@ def test_a_family_that_there_is_none_of_is_no_format() -> None:
 
 def _told(folder: Path, **places: Any) -> None:
     run = json.loads((folder / RUN).read_text())
-    run["tensors"][0][4][0] = [places.get("file", "rank0.bin"), 0, 16, places.get("offset", 8)]
+    run["tensors"][0][4][0] = [places.get("file", "rank0.bin"), places.get("offset", 8), [0, 0], [16, 16]]
     (folder / RUN).write_text(json.dumps(run))
 
 
