@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import io
 import json
-import pickle
 import random
 import re
 import shutil
@@ -30,7 +29,7 @@ from mcore_rlhf.formats.registry import FORMATS
 from mcore_rlhf.manager.convert_step import StepJob, convert_step, prepare_step
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.trainers.known import TRAINERS
-from tests.helpers.plain_load import plain_load, plain_save
+from tests.helpers.plain_load import plain_load, plain_pickle, plain_save, plain_unpickle
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SOURCES = {
@@ -46,8 +45,10 @@ SOURCES = {
 TARGETS = [*(one.name for one in FORMATS), *(one.name for one in TRAINERS if one.formats)]
 MARK = "zqmark"
 _DEEP, _CASES = 6, 8
-_NOT_READ = re.compile(r"rng|random|ds_config|metadata\.json|full_weights|latest_|param_slice_mappings")
+_NOT_READ = re.compile(r"rng|random|ds_config|metadata\.json|full_weights|latest_|param_slice_mappings|shared_params|content_metadata")
 """What is lost, or stays, as a whole, or is written anew by each layout: random states, an engine's settings, lists of files."""
+_BESIDE = re.compile(r"expected|recipe|_uni")
+"""What lies in some goldens beside the checkpoint."""
 _READABLE = (".pt", ".pth", ".bin", ".json", ".metadata", ".pkl")
 
 
@@ -121,7 +122,7 @@ def _loaded(path: Path) -> Any:
 
 def _with_object(folder: Path, rng: random.Random, file: str) -> Edit | None:
     """A further object of a DCP folder, beside one that is there."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata = plain_unpickle(folder / ".metadata")
     objects = {
         index.fqn: index
         for index in metadata.storage_data
@@ -143,7 +144,7 @@ def _with_object(folder: Path, rng: random.Random, file: str) -> Edit | None:
     if isinstance(metadata.planner_data, dict) and like in metadata.planner_data:
         path = metadata.planner_data[like]
         metadata.planner_data[name] = (*path[:-1], MARK) if isinstance(path, tuple) else name
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    plain_pickle(metadata, folder / ".metadata")
     return Edit(file, name)
 
 
@@ -185,7 +186,7 @@ def _tried(source: str, to: str, seed: int, folder: Path) -> str | None:
     shutil.copytree(
         GOLDENS / source,
         root,
-        ignore=lambda _, names: {n for n in names if "expected" in n or "_uni" in n or "latest_uni" in n},
+        ignore=lambda _, names: {n for n in names if _BESIDE.search(n)},
     )
     try:
         edit = _edited(root, rng)
