@@ -321,6 +321,10 @@ def _renamed(found: Mapping[str, Mapping[str, int]], role: str, names: Mapping[s
     }
 
 
+CUT_ROWS = "vocabulary rows {first}–{last} are padding that the new layout does not have, and are cut"
+"""What is said of one that gets fewer."""
+
+
 def new_rows(have: int, rows: int) -> str:
     """What is said of a vocabulary that gets more rows; see :meth:`Chunks.rows`."""
     return f"vocabulary rows {have}–{rows - 1} are new padding and repeat row {have - 1}, in every state"

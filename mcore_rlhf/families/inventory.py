@@ -45,7 +45,8 @@ UNUSED: Sequence[Rule[Source]] = [
 ]
 """What becomes of an optimizer's settings where none of its states is left, and nobody asked for that."""
 FROM_ZERO3 = "parameters: rounded from their fp32 masters, since stage 3 does not store them"
-COPIED_MASTERS = "fp32 master parameters: copies of the fp32 parameters"
+COPIED_MASTERS = "fp32 master parameters: copies of the parameters"
+OF_WEIGHTS_ALONE = "scheduler, counters and client state: a folder of weights has no place for them"
 NEVER_MADE = "zeros for states that were never made: {found:3}; they count the steps of their group"
 
 

@@ -21,6 +21,7 @@ from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.megatron.folders import TRACKER
 from mcore_rlhf.families.option_types import Takes
 from mcore_rlhf.families.options import ConvertOptions
+from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.formats.registry import format_named
 from mcore_rlhf.storage.destination import Publication
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, check, provenance
@@ -185,7 +186,7 @@ def _note(job: StepJob) -> None:
             )
             job.report.add(Fate.DERIVED, f"{name}: {text}", Item(Kind.FILE, name))
         else:
-            job.report.add(Fate.KEPT, f"{name}, byte for byte", Item(Kind.FILE, name))
+            job.report.add(Fate.KEPT, GO_ALONG.why.format(found=name), Item(Kind.FILE, name))
     _settle(job, *(item.name for item in unlisted))
 
 

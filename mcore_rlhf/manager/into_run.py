@@ -21,6 +21,7 @@ from mcore_rlhf.families.options import ConvertOptions, ReadOptions, RunOf, Writ
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, new_states
 from mcore_rlhf.formats.base import Target
+from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.formats.registry import format_at, format_named, open_checkpoint, roles_in, wanted_format
 from mcore_rlhf.storage.paths import ReadablePath, beneath
 from mcore_rlhf.storage.patience import is_there
@@ -249,7 +250,7 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
             add_data(found, source, name, trainer, as_it_was=as_it_was)
         elif as_it_was:
             found.files[name] = name
-            found.report.add(Fate.KEPT, f"{name}, byte for byte", item)
+            found.report.add(Fate.KEPT, GO_ALONG.why.format(found=name), item)
         else:
             text = f"{name}: {trainer.title} has no place for it{instead_of_loader(trainer) if name == data else ''}"
             found.report.add(Fate.LOST, text, item)

@@ -11,6 +11,7 @@ from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles
+from mcore_rlhf.formats.carried import GO_ALONG
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.dcp.writer import saved
 from mcore_rlhf.storage.patience import names_in
@@ -75,7 +76,7 @@ def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_
             return
         if as_it_was and _is_pickle(name):
             found.files[name], found.ranks = name, 0 if shares is None else len(shares)
-            found.goes_on(f"{name}, byte for byte", item)
+            found.goes_on(GO_ALONG.why.format(found=name), item)
             return
         loaders = name == WHERE and isinstance(state, Mapping) and {"version", "kind", "state"} <= state.keys()
         if loaders and state["kind"] != _STATEFUL:
@@ -88,7 +89,7 @@ def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_
             state = _alone(state if shares is None else shares)
         elif trainer.data and not _is_pickle(trainer.data):
             found.files[trainer.data_file()] = name
-            found.goes_on(f"{name}, byte for byte, as {trainer.data}", item)
+            found.goes_on(f"{GO_ALONG.why.format(found=name)}, as {trainer.data}", item)
             return
         _give(found, trainer, state)
     except CheckpointError as error:

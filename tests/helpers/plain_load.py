@@ -75,6 +75,18 @@ def plain_save(tree: Any, path: Path) -> None:
     torch.save(tree, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__="plain_load"))
 
 
+def plain_unpickle(path: Path) -> Any:
+    """What a bare pickle holds, such as ``.metadata``."""
+    with path.open("rb") as file:
+        return _Unpickler(file).load()
+
+
+def plain_pickle(tree: Any, path: Path) -> None:
+    """Write what :func:`plain_unpickle` gave."""
+    with path.open("wb") as file:
+        _Pickler(file).dump(tree)
+
+
 def same(a: Any, b: Any, path: str = "") -> list[str]:
     """Where two loaded trees differ: keys, order, types, values, shapes, dtypes, and all bits of tensors."""
     if type(a) is not type(b):

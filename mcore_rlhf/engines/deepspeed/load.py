@@ -20,6 +20,7 @@ from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import LayoutMismatch, Problems
+from mcore_rlhf.families.inventory import COPIED_MASTERS
 from mcore_rlhf.families.module import ModuleState
 from mcore_rlhf.families.source import ParamGroup, Source, TrainingState
 from mcore_rlhf.formats.deepspeed import FORMAT
@@ -173,7 +174,7 @@ def _note(
     stage = live.stage if live is not None else 0
     report.add(Fate.CHANGED, f"layout: {source.format} {was} on DP {source.parallel.dp} → ZeRO {stage} on {parallel}")
     if restored and MASTER not in source.states:
-        report.add(Fate.DERIVED, "fp32 master parameters: copies of the parameters")
+        report.add(Fate.DERIVED, COPIED_MASTERS)
     if not plan.lossless:
         report.add(Fate.DERIVED, "weights: converted to this run's element type")
 

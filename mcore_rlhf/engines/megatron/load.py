@@ -17,12 +17,13 @@ import torch
 
 from mcore_rlhf.core.account import Report
 from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, Shape, TensorEntry, TensorName, dtype_of
-from mcore_rlhf.core.chunks import new_rows
+from mcore_rlhf.core.chunks import CUT_ROWS, new_rows
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.plan import FilePlan
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, LayoutMismatch, Problems, Unsupported
+from mcore_rlhf.families.inventory import COPIED_MASTERS
 from mcore_rlhf.families.megatron.arguments import LAYER_WISE, Arguments
 from mcore_rlhf.families.megatron.remainders import has_remainders
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -308,11 +309,11 @@ class MegatronMatching:
         if old is not None and new is not None and new > old:
             report.add(Fate.CHANGED, new_rows(old, new))
         elif old is not None and new is not None and new < old:
-            report.add(Fate.CHANGED, f"vocabulary rows {new}–{old - 1} are padding that this layout does not have")
+            report.add(Fate.CHANGED, CUT_ROWS.format(first=new, last=old - 1))
         if _has_opaque(self.source):
             report.add(Fate.CHANGED, "opaque values (_extra_state) belong to ranks of the source and stay this run's")
         if self.chain and self.source.optimizer is not None and MASTER not in self.source.states:
-            report.add(Fate.DERIVED, "fp32 master parameters: copies of the parameters")
+            report.add(Fate.DERIVED, COPIED_MASTERS)
         if self.source.optimizer is not None:
             args, masters = Arguments(self.source.state.args), MASTER in self.source.states
             note_precision(report, self.chain, args, cut=True, masters=masters and not has_remainders(self.source))

@@ -103,10 +103,7 @@ class Collected:
                 continue
             first = next(iter(held))
             if strange := [name for name, value in held.items() if not _is_number(value)]:
-                raise Unportable(
-                    f"{folder}: the optimizer keeps {key} of {strange[0]}, which is no number; only states with one value per element, "
-                    "and numbers, can be converted\n--no-optimizer takes the weights alone."
-                )
+                raise _no_number(f"{folder}: ", key, strange[0])
             apart = next((name for name, value in held.items() if not same(_number(value), _number(held[first]))), None)
             scalars[key] = held[max(held, key=lambda name: _number(held[name]))]
             if apart is not None:
@@ -196,6 +193,13 @@ def differing(number: int, key: str, first: str, one: object, second: str, other
     return (
         f"param group {number}: {first} is at {key} {_number(one):g}, {second} at {_number(other):g}; "
         "one for the group is kept, the largest"
+    )
+
+
+def _no_number(where: str, key: str, param: str) -> Unportable:
+    return Unportable(
+        f"{where}the optimizer keeps {key} of {param}, which is no number; only states with one value per element, and numbers, "
+        "can be converted\n--no-optimizer takes the weights alone."
     )
 
 
@@ -417,8 +421,13 @@ def own_scalars(group: ParamGroup) -> dict[str, object]:
 
     Args:
         group: The group.
+
+    Raises:
+        Unportable: What the optimizer keeps of its parameters is no number.
     """
     names = group.scalars or tuple(key for key in (STEP,) if key in group.fields)
+    if strange := [name for name in names if not _is_number(group.fields[name])]:
+        raise _no_number("", strange[0], next(iter(group.params), "a parameter"))
     return {name: SmallTensor.of(float(cast(float, group.fields[name])), FLOAT32) for name in names}
 
 

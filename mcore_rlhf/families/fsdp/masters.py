@@ -34,8 +34,9 @@ class Trained(NamedTuple):
         return [s.dtype for s in specs if s.trainable and s.dtype in FLOATING and s.dtype.itemsize == 2]
 
 
+NO_OTHER_PLACE = "fp32 masters: the parameters become {found}, and torch's optimizers have no other place for them"
 OF_MASTERS: tuple[Rule[Trained], ...] = (
-    Rule(Fate.LOST, "fp32 masters: the parameters become {found}, and FSDP has no other place for them",
+    Rule(Fate.LOST, NO_OTHER_PLACE,
          lambda t: t.rounded and t.dtype, [Item(Kind.TENSOR, MASTER)]),
     Rule(Fate.DERIVED, "parameters: the fp32 masters, which FSDP trains and rounds as it computes; {found[0]} is written nowhere",
          lambda t: t.optimizer and not t.rounded and MASTER in t.source.states and t.halves),

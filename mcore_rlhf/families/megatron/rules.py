@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_rlhf.core.catalog import MASTER
-from mcore_rlhf.core.chunks import new_rows
+from mcore_rlhf.core.chunks import CUT_ROWS, new_rows
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule, Values, same
 from mcore_rlhf.families.inventory import COPIED_MASTERS, ELEMENTS, LEAVES_OUT
 from mcore_rlhf.layouts.pipeline import PipelineSplit
@@ -102,7 +102,7 @@ RULES: tuple[Rule[NewRun], ...] = (
     Rule(Fate.DERIVED, "the distributed optimizer counts it in its param groups",
          lambda r: r.choices.optimizer == DISTRIBUTED and {"of": [Item(Kind.OPTIMIZER, name) for name in r.family.scalars]}, told=False),
     Rule(Fate.CHANGED, "{found}; all others are kept", lambda r: (rows := _rows(r, more=True)) and new_rows(*rows), [ELEMENTS]),
-    Rule(Fate.CHANGED, "vocabulary rows {first}–{last} are padding that the new layout does not have, and are cut", _cut, [ELEMENTS]),
+    Rule(Fate.CHANGED, CUT_ROWS, _cut, [ELEMENTS]),
     Rule(Fate.LOST, "RNG states of {count} of {had} data-parallel ranks: the new layout has {has}; of the others they are kept",
          lambda r: _apart(r, more=False)),
     Rule(Fate.DERIVED, "RNG states of {count} more data-parallel ranks than the source has; of its own {had} they are kept",

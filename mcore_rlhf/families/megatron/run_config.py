@@ -43,6 +43,7 @@ from mcore_rlhf.storage.torchzip import Directory
 from .state import SAMPLES
 
 _STEP, _FLOPS = "step", "floating_point_operations_so_far"
+_DOES = ("do_train", "do_valid", "do_test")  # of the run that goes on, which says so itself
 """What Megatron-LM has as arguments of the same names."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
 _SAVED = ("save_optim", "save_rng")
@@ -90,12 +91,14 @@ class TrainState:
         counters: Samples, under the names of Megatron's arguments.
         operations: Floating-point operations so far, or None.
         directory: The file.
+        rest: What it says that nobody knows.
     """
 
     step: int
     counters: Mapping[str, int]
     operations: int | None
     directory: Directory
+    rest: Mapping[str, object]
 
 
 def train_state_beside(folder: ReadablePath, stubs: tuple[str, ...]) -> TrainState | None:
@@ -117,7 +120,8 @@ def train_state_beside(folder: ReadablePath, stubs: tuple[str, ...]) -> TrainSta
     step = _counter(folder, tree, _STEP)
     counters = {name: _counter(folder, tree, name) for name in SAMPLES if name in tree}
     operations = _counter(folder, tree, _FLOPS) if _FLOPS in tree else None
-    return TrainState(step, counters, operations, opened.directory)
+    rest = {str(key): value for key, value in tree.items() if key not in (_STEP, *SAMPLES, _FLOPS, *_DOES)}
+    return TrainState(step, counters, operations, opened.directory, rest)
 
 
 def _counter(folder: ReadablePath, tree: Mapping[str, object], name: str) -> int:

@@ -375,6 +375,7 @@ def _optimizer_values(opened: OpenedTag) -> Mapping[str, Any]:
 
 
 _TOP: Known = {"optimizer_state_dict": None, "ds_config": None, "ds_version": None}
+_FRAGMENTS = "frozen_param_fragments"
 _DEGREES = "checkpoint_parallel_dimensions"
 _WRAPPED = ("optimizer_state_dict", "base_optimizer_state")
 _OF_RANKS = SHARDED_KEYS - {"loss_scaler"} | {"state", "fp32_groups_flat"}
@@ -392,6 +393,8 @@ def unplaced_of(opened: OpenedTag, *, with_optimizer: bool) -> tuple[str, ...]:
     for pt in opened.model.values():
         found.compare(pt.file, _scheduler(pt), _scheduler(first))
         found.look(pt.file, pt.tree.get(_DEGREES), {"pp_degree": None, "tp_degree": None}, _DEGREES)
+        frozen = pt.tree.get("frozen_param_shapes")
+        found.look(pt.file, pt.tree.get(_FRAGMENTS), dict.fromkeys(map(str, frozen or ())), _FRAGMENTS)
     if not with_optimizer:
         return found.names
     for pt in opened.optim.values():

@@ -20,6 +20,7 @@ from mcore_rlhf.core.facts import ANY, Fate, Inventory, Item, Kind, Reason, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported
 from mcore_rlhf.families.inventory import (
+    COPIED_MASTERS,
     FROM_ZERO3,
     LEAVES_OUT,
     LEFT_OUT,
@@ -208,7 +209,7 @@ _RULES: tuple[Rule[TagLayout], ...] = (
          lambda t: t.zero.tp != t.source.parallel.tp),
     Rule(Fate.NOTE, "stage 3: sub-groups of {0.zero.sub_group_size:,} elements; the run that loads it needs the same sub_group_size",
          lambda t: t.zero.stage == 3 and t.source.optimizer != "zero3"),
-    Rule(Fate.DERIVED, "fp32 masters: copies of the fp32 parameters", lambda t: t.zero.optimizer and MASTER not in t.source.states),
+    Rule(Fate.DERIVED, COPIED_MASTERS, lambda t: t.zero.optimizer and MASTER not in t.source.states),
     Rule(Fate.DERIVED, "fp32 masters: not kept apart, since stage 0 trains the fp32 parameters themselves",
          lambda t: t.zero.optimizer and t.zero.stage == 0 and not t.zero.half and MASTER in t.source.states, [Item(Kind.TENSOR, MASTER)]),
     Rule(Fate.DERIVED, FROM_ZERO3, lambda t: not _rounds(t) and t.source.optimizer == "zero3" and t.zero.stage < 3),

@@ -21,8 +21,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
 
 _OF_AN_INDEX: Known = {"weight_map": None, "metadata": {"total_size": None, "total_parameters": None, "format": None}}
-"""What an index has, all of which follows from the files. Source: huggingface_hub 1.12.0, ``serialization/_torch.py``; transformers 5.23.0,
-``modeling_utils.py`` (``save_pretrained``)."""
+"""What an index has, all of which follows from the files. Source: transformers 5.23.0, ``modeling_utils.py`` (``save_pretrained``)."""
 _AGAIN = "Download or copy the folder again; every file that the index names must be in it."
 
 

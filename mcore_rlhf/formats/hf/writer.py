@@ -25,7 +25,7 @@ from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule, Val
 from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.described import refuse_contradictions
-from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, UNUSED, inventory_of
+from mcore_rlhf.families.inventory import ELEMENTS, OF_OPTIMIZER, OF_WEIGHTS_ALONE, UNUSED, inventory_of
 from mcore_rlhf.families.module import ModuleState, config_in, read_config
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.sidecar import UNHELD, Sidecar
@@ -360,7 +360,7 @@ _OF_RUN = (Item(Kind.SCHEDULER), Item(Kind.VALUE), Item(Kind.RNG))
 _WITHOUT_OPTIMIZER: tuple[Rule[_FolderTarget], ...] = (
     Rule(Fate.LOST, "the optimizer: a Hugging Face folder has no place for it; --with-optimizer keeps it beside the weights",
          lambda t: t.source.optimizer is not None, OF_OPTIMIZER),
-    Rule(Fate.LOST, "scheduler, counters and client state: a Hugging Face folder has no place for them",
+    Rule(Fate.LOST, OF_WEIGHTS_ALONE,
          lambda t: _has_run(t.source.state), _OF_RUN),
     Rule(Reason.NO_RUN, when=lambda t: not _has_run(t.source.state) and t.source.state.other, of=_OF_RUN),
     Rule(Reason.OF_ENGINE, of=(Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))),

@@ -295,6 +295,8 @@ class _DistReader:
 
     def _unplaced(self) -> tuple[str, ...]:
         found = Unplaced()
+        if self.train_state is not None:
+            found.look(self.train_state.directory.path.name, self.train_state.rest, {})
         if self.optimizer.kind is not None:
             stored = self.folder.top.get("optimizer")
             look_at_optimizer(found, self.folder.common_file, stored)

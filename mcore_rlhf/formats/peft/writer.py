@@ -13,7 +13,7 @@ from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Item, Kind, Reason, Rule
 from mcore_rlhf.core.shares import EITHER, FROM_MASTERS
 from mcore_rlhf.errors import Unsupported
-from mcore_rlhf.families.inventory import OF_OPTIMIZER, inventory_of
+from mcore_rlhf.families.inventory import OF_OPTIMIZER, OF_WEIGHTS_ALONE, inventory_of
 from mcore_rlhf.families.lora.base_model import BaseModel, SavedAdapter
 from mcore_rlhf.families.lora.config import AdapterConfig, completed
 from mcore_rlhf.families.lora.names import CONFIG, SAFETENSORS
@@ -51,7 +51,7 @@ _RULES: tuple[Rule[_Written], ...] = (
     Rule(Fate.LOST, "the optimizer: peft's folder has no place for it; the checkpoint itself goes on training",
          lambda w: w.source.optimizer is not None and not w.options.no_optimizer, OF_OPTIMIZER),
     Rule(Fate.DERIVED, f"{CONFIG}: {{found}} follow from the tensors, or are peft's own defaults", lambda w: w.made),
-    Rule(Fate.LOST, "scheduler, counters and client state: an adapter's folder has no place for them",
+    Rule(Fate.LOST, OF_WEIGHTS_ALONE,
          lambda w: w.of_run() and {"of": w.of_run()}),
     Rule(Reason.OF_ENGINE, of=(Item(Kind.ARGUMENT), Item(Kind.OPTIMIZER))),
     Rule(Reason.OF_LAYOUT, of=[Item(Kind.MODEL)]),

@@ -29,6 +29,7 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, NotACheckpoint, Proble
 from mcore_rlhf.families.crossing.schedule import with_fitting_schedule
 from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import PARAMS, STEP, check_groups, completed, own_scalars, torch_class
+from mcore_rlhf.families.fsdp.masters import NO_OTHER_PLACE
 from mcore_rlhf.families.fsdp.order import ordered
 from mcore_rlhf.families.fsdp.state import EPOCH, MADE, scheduler_state
 from mcore_rlhf.families.inventory import LEAVES_OUT, inventory_of
@@ -326,8 +327,8 @@ _NO_ORDER: Rule[Sequence[str]] = Rule(
 )
 _RULES: tuple[Rule[_TorchTarget], ...] = (
     MADE.of_part(lambda t: t.scheduled if t.optimizer and EPOCH not in (t.scheduled.state.scheduler or {}) else None),
-    Rule(Fate.LOST, "fp32 masters: the parameters become {0.dtype}, and torch's optimizers have no other place for them",
-         lambda t: t.optimizer and t.dtype is not None and t.dtype.itemsize != 4 and MASTER in t.source.states,
+    Rule(Fate.LOST, NO_OTHER_PLACE,
+         lambda t: t.optimizer and t.dtype is not None and t.dtype.itemsize != 4 and MASTER in t.source.states and t.dtype,
          [Item(Kind.TENSOR, MASTER)]),
     Rule(Fate.DERIVED, "parameters: the fp32 masters, which a loop trains and rounds as it computes (autocast); {found[0]} is written "
          "nowhere; --dtype gives a model of that type, without masters", _halves),

@@ -160,6 +160,15 @@ def test_a_cast_is_not_lossless() -> None:
     assert plan.copies[0].cast == BFLOAT16
 
 
+def test_a_part_of_another_type_is_told() -> None:
+    target, source = _entry(((0,), (8,)), shape=(8,), file="b"), _entry(((0,), (4,)), ((4,), (4,)), shape=(8,))
+    assert plan_file("b", Chunks.of([target]), catalog(source)).casts == {}
+    first, second = source.chunks
+    odd = replace(source, chunks=(first, replace(second, record=replace(second.record, dtype=FLOAT32))))
+    plan = plan_file("b", Chunks.of([target]), catalog(odd))
+    assert plan.casts == {target.name: (FLOAT32, target.dtype)}
+
+
 class _Looked(list[Record]):
     """Records that may be looked at, and not all of them: every file asks, and there are as many of both."""
 
