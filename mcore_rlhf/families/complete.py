@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Rule
@@ -185,12 +186,16 @@ def _outside(config: Config, shapes: Mapping[str, Shape]) -> Iterator[str]:
         yield f"no norm of {width}, hidden_size, lies outside the layers, behind which most classes have one"
 
 
+_DEEPEST = 16
+"""Rows within rows that are looked at: models have two or three, and a stranger's name of a megabyte a hundred thousand."""
+
+
 def _rows(names: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     """For each row of modules, as ``model.layers``, what each of its numbers has."""
     found: dict[str, dict[int, set[str]]] = {}
     for name in names:
         if not any(mark in name for mark in _ADDED):
-            for number in _NUMBER.finditer(name):
+            for number in islice(_NUMBER.finditer(name), _DEEPEST):
                 row = found.setdefault(name[: number.start() - 1], {})
                 row.setdefault(int(number[0]), set()).add(name[number.end() + 1 :])
     return found

@@ -32,7 +32,7 @@ class BesideIteration:
         top: The schedule, under the key that Megatron has for one that counts steps.
         random: Random states by rank.
         files: All of them.
-        astray: What the tracker names, where no such iteration is there; empty otherwise.
+        astray: What the tracker names, where that is no iteration, or none that is there; empty otherwise.
     """
 
     top: Mapping[str, object] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class BesideIteration:
             {SCHEDULER_KEYS[1]: values[None]} if None in values else {},
             {rank: value for rank, value in values.items() if rank is not None},
             [StoredFile.of_zip(pt.file, pt.directory) for _, pt in opened],
-            next((name for name in map(iteration_folder_name, tracked(step)) if not (step / name).is_dir()), ""),
+            _astray(step),
         )
 
     @property
@@ -83,6 +83,13 @@ class BesideIteration:
         return {RNG: [self.random[rank] for rank in ranks]}
 
 
+def _astray(step: ReadablePath) -> str:
+    named = [*map(iteration_folder_name, tracked(step))]
+    if not named and (step / TRACKER).is_file():
+        return "no iteration"
+    return next((f"{name}, which is not there" for name in named if not (step / name).is_dir()), "")
+
+
 def _gap(asked: tuple[BesideIteration, int]) -> list[int]:
     around, world = asked
     return [rank for rank in range(world) if around.random and rank not in around.random][:1]
@@ -96,7 +103,7 @@ def _surplus(asked: tuple[BesideIteration, int]) -> Values | None:
 GAPS: tuple[Rule[tuple[BesideIteration, int]], ...] = (
     Rule(Fate.LOST, "RNG states: rank {found} has no file of them, and those of all ranks are derived", _gap),
     Rule(Fate.LOST, "RNG states: of {has} ranks, and the run has {world}: derived", _surplus),
-    Rule(Fate.NOTE, f"{TRACKER} names {{found}}, which is not there: ROLL finds no weights",
+    Rule(Fate.NOTE, f"{TRACKER} names {{found}}: ROLL finds no weights",
          lambda asked: asked[0].astray, contradicts=True),
 )  # fmt: skip
 """Of the run's number of ranks: who has no random states, with which ROLL goes on and says so in its log alone; and its tracker."""

@@ -15,3 +15,9 @@ def test_a_row_of_all_different_members_is_looked_at_once() -> None:
     assert time.process_time() - began < 10
     members[7] = frozenset({"k0.w"})
     assert list(complete._of_row("layers", members)) == ["layers.7 has no k0.b, and 11 others have"]
+
+
+def test_a_name_of_a_megabyte_is_of_few_rows() -> None:
+    """Each of its numbers was a row of its own, with the name before it and behind it: gigabytes, and minutes."""
+    found = complete._rows([f"{'layers.0.' * 100_000}weight"])
+    assert len(found) == 16

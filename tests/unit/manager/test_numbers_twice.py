@@ -61,6 +61,10 @@ CHANGES: dict[str, tuple[str, Path, str, Callable[[Path], object], str]] = {
         "accelerate", RUNS / "ac_ds2", "step_3/random_states_0.pkl", lambda path: shutil.copy(path.with_name("random_states_1.pkl"), path),
         "random_states_0.pkl: was written as random_states_1.pkl, and lies in the place of another file",
     ),
+    "roll's tracker": (
+        "roll", RUNS / "roll", "checkpoint-3/latest_checkpointed_iteration.txt", lambda path: path.write_bytes(b"\0"),
+        "latest_checkpointed_iteration.txt names no iteration: ROLL finds no weights",
+    ),
     "nemo-rl's data": (
         "nemo-rl", RUNS / "nm_v1", "step_3/train_dataloader.pt", in_torch(lambda tree: tree.update(_num_yielded=9)), "_num_yielded is 9",
     ),
