@@ -113,6 +113,30 @@ def _no_groups(tree: Any) -> None:
     tree["param_groups"] = 3
 
 
+FREE = {"r": 0.0, "k": 2, "train_mode": True, "weight_sum": 1e-4, "lr_max": 1e-2, "scheduled_lr": 1e-2, "weight_lr_power": 2.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["z", "exp_avg_sq", ""])
+def test_a_schedule_free_adam_keeps_no_first_moment(key: str, tmp_path: Path) -> None:
+    """It was damaged by verify, and no Trainer went on with it by will-resume; schedulefree 1.4.1, ``adamw_schedulefree.py``."""
+    shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    file = tmp_path / "checkpoint-2" / "optimizer.pt"
+    tree = torch.load(file, weights_only=True)
+    for number, of in tree["state"].items():
+        tree["state"][number] = {"z": of["exp_avg"], "exp_avg_sq": of["exp_avg_sq"]}
+    for group in tree["param_groups"]:
+        kept = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        group.clear()
+        group.update({**kept, **FREE, "warmup_steps": 1, "foreach": True})
+    if key:
+        del tree["state"][3][key]
+    torch.save(tree, file)
+    if not key:
+        assert verify(tmp_path / "checkpoint-2", ReadOptions()).intact
+    found = forecast(tmp_path / "checkpoint-2", loader_named("transformers")[0], Settings(), None)
+    assert found.resumes == (not key)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
