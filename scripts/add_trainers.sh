@@ -13,7 +13,7 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 releases=(
     verl==0.9.1 verl==0.8.0 verl==0.7.0 mbridge==0.15.1 openrlhf==0.11.2 trl==1.16.0
     nemo_automodel==0.4.0 torchtitan==0.2.2 torchtitan==0.3.0 torch_checkpointing==0.1.1 lightning==2.6.6 areal==1.0.4 skyrl==0.3.0
-    ms_swift==4.6.0 mcore_bridge==1.6.5
+    ms_swift==4.6.0 mcore_bridge==1.6.5 schedulefree==1.4.1
 )
 repositories=( # folder, repository, commit, what of it is a package
     "RLinf-a3816b5 RLinf/RLinf a3816b596478dcd8a5c69a6ec1468c9519f77b5b rlinf"

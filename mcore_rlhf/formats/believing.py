@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from traceback import extract_tb
 
-from mcore_rlhf.core.catalog import EXP_AVG, EXP_AVG_SQ, PARAM
+from mcore_rlhf.core.catalog import ADAMS, EXP_AVG, EXP_AVG_SQ, PARAM
 from mcore_rlhf.errors import Incomplete, LayoutMismatch, Unforeseen, Untrusted, shown
 from mcore_rlhf.families.megatron.groups import by_adam
 from mcore_rlhf.families.megatron.state import MegatronState
@@ -19,7 +19,7 @@ from .base import Format
 
 SURPRISES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _FEW_RANKS, _BYTES_OF_A_RANK = 1024, 1 << 16
-_FACTORED, _LR = "exp_avg_sq_row", "lr"
+_FACTORED, _OF_AMSGRAD, _LR = "exp_avg_sq_row", "max_exp_avg_sq", "lr"
 _WITH_RATE = frozenset({"weight_decay", "betas", "eps", "momentum"})
 """Where one of them is, so is the rate; an elastic checkpoint of DeepSpeed's has none of a group's settings."""
 _ADVICE = "Copy the checkpoint again from where it came from, or take the weights alone with --no-optimizer."
@@ -141,11 +141,12 @@ def _halves(source: Source) -> list[tuple[str, str]]:
 
     Where none of a group has a second moment it was no Adam: Lion keeps one, also beside groups that Adam trains, as Megatron has it
     do, whose groups do not list their parameters. Adafactor keeps a second moment alone of vectors, and factors of it of matrices.
+    Others keep something else in place of the first: a schedule-free Adam ``z``, AdEMAMix one fast and one slow.
     """
     if EXP_AVG_SQ not in source.states or _FACTORED in source.states:
         return []
     first, second = ({name.param for name in source.catalog if name.state == state} for state in (EXP_AVG, EXP_AVG_SQ))
-    if first == second:
+    if first == second or (not first and {*source.states} - {*ADAMS, _OF_AMSGRAD}):
         return []
     group = {param: number for number, of in enumerate(source.state.groups) for param in of.params}
     adams = {group.get(param) for param in second}

@@ -109,9 +109,10 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
     def when(seen: Seen) -> object:
         for name in seen.matching(pattern):
             keys = _inside(seen.keys(name), inside)
-            if (known := lacking(keys, _inside(seen.on(name), inside))) is not None and known.fails:
-                state = min(known.fails)
-                return {"file": name, "key": state, "count": f"{known.fails[state]} of {known.count}"}
+            if (known := lacking(keys, _inside(seen.on(name), inside))) is not None:
+                for state in sorted(known.fails):
+                    return {"file": name, "key": state, "count": f"{known.fails[state]} of {known.count}"}
+                continue
             _, states = _numbered(keys)
             counts = Counter(key for held in states.values() for key in held)
             if "exp_avg_sq" in counts:
@@ -121,8 +122,7 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
                 for key, many in counts.items()
                 if (len(states) <= 2 * many or key == "exp_avg") and many < len(states)
             }
-            if short:
-                key = min(short)
+            for key in sorted(short):
                 return {"file": name, "key": key, "count": f"{len(states) - short[key]} of {len(states)}"}
         return None
 

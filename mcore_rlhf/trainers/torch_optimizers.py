@@ -1,7 +1,7 @@
-"""What torch's optimizers, and transformers' own, ask of a state that they load: which values of each parameter, which fields of a group.
+"""What torch's optimizers, transformers' own and the schedule-free ask of a state that they load: values of parameters, fields of groups.
 
 Source: torch 2.13.0, ``optim/*.py`` (``_init_group``, ``__setstate__``, which gives what a group may lack); transformers 5.23.0,
-``optimization.py`` (``Adafactor``).
+``optimization.py`` (``Adafactor``); schedulefree 1.4.1, ``{adamw,radam,sgd}_schedulefree.py`` (``step``).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class TorchOptimizer:
 
 _MOMENTUM, _SHARED = "momentum_buffer", ("betas", "eps", "weight_decay")
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_FREE = ("r", "k", "train_mode", "weight_sum", "lr_max", "weight_lr_power", "weight_decay", "foreach")
 KINDS = {
     "NAdam": TorchOptimizer("decoupled_weight_decay", (*_SHARED, "momentum_decay"), ("step", "mu_product", "exp_avg", "exp_avg_sq")),
     "Adam": TorchOptimizer("amsgrad", _SHARED, _MOMENTS, {"amsgrad": "max_exp_avg_sq"}),
@@ -72,6 +73,9 @@ KINDS = {
         "warmup_init", ("eps", "clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step"),
         ("step", "exp_avg_sq_row|exp_avg_sq", "exp_avg_sq_col|exp_avg_sq"), {"beta1": "exp_avg"},
     ),
+    "AdamWScheduleFree": TorchOptimizer("scheduled_lr", (*_FREE, "betas", "eps", "warmup_steps"), ("z", "exp_avg_sq"), anew=("z",)),
+    "RAdamScheduleFree": TorchOptimizer("scheduled_lr", (*_FREE, "betas", "eps", "silent_sgd_phase"), ("z", "exp_avg_sq"), anew=("z",)),
+    "SGDScheduleFree": TorchOptimizer("scheduled_lr", (*_FREE, "momentum", "warmup_steps"), ("z",), anew=("z",)),
 }  # fmt: skip
 """By name, those first that are meant where as much speaks for others."""
 _KNOWN = frozenset().union(*(kind.own for kind in KINDS.values()))

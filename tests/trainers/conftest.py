@@ -43,10 +43,10 @@ def _given(config: pytest.Config) -> Path | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """torchtitan is imported by the tests' own processes, and what it needs; ours come first."""
+    """torchtitan and an optimizer of Trainer's are imported by the tests' own processes, and what they need; ours come first."""
     folder = _given(config)
     if folder is not None:
-        sys.path += [str(folder / TITAN), str(folder / "needs")]
+        sys.path += [str(folder / name) for name in (TITAN, "schedulefree-1.4.1", "needs")]
 
 
 @pytest.fixture(scope="session")

@@ -189,6 +189,21 @@ def test_trainer_goes_on_after_megatron_whatever_trains_and_is_trained(name: str
     assert train(again, tmp_path / "again", back, **arguments) == whole[HALF:]
 
 
+@pytest.mark.parametrize("kind", ["adamw", "radam", "sgd"])
+def test_trainer_goes_on_with_a_schedule_free_optimizer(trainers: Path, kind: str, tmp_path: Path) -> None:
+    """Of an Adam it has ``z`` in place of the first moment: that was damage."""
+    pytest.importorskip("schedulefree")
+    arguments = {"optim": f"schedule_free_{kind}", "lr_scheduler_type": "constant"}
+    whole = train(model(1, tie_word_embeddings=False), tmp_path / "run", **arguments)
+    saved, back = tmp_path / "run" / f"checkpoint-{HALF}", tmp_path / f"checkpoint-{HALF}"
+    assert verify(saved, ReadOptions()).intact
+    assert forecast(saved, loader_named("transformers")[0], Settings(), None).resumes
+    job = to(saved, tmp_path / "megatron", "megatron", tp=2)
+    assert any("z: no optimizer of Megatron's keeps such states" in text for text in job.account.lost)
+    to(tmp_path / "megatron", back, "hf-trainer", like=str(saved))
+    assert train(model(9, tie_word_embeddings=False), tmp_path / "again", back, **arguments) == whole[HALF:]
+
+
 def test_accelerate_goes_on_where_its_optimizer_was_given_frozen_weights(tmp_path: Path) -> None:
     still, saved = ("layers.0.",), tmp_path / "step_2"
     whole = accelerated(frozen(model(1, tie_word_embeddings=False), still), save=saved)

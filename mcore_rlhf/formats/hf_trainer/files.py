@@ -14,6 +14,8 @@ from mcore_rlhf.formats.base import Format
 
 SCALER = "scaler.pt"
 """Of both: torch's ``GradScaler``."""
+HEAD_FILES = ("value_head.safetensors", "value_head.bin")
+"""Where LLaMA-Factory keeps a value head, and in this order looks for it (0.9.5, ``model/model_utils/valuehead.py``)."""
 ALIKE = (TRANSFORMERS.format, ACCELERATE.format)
 """Formats whose files have the same places."""
 

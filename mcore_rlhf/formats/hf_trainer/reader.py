@@ -11,7 +11,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM, TensorName
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.core.rows import Tensor
-from mcore_rlhf.errors import LayoutMismatch, Unsupported
+from mcore_rlhf.errors import LayoutMismatch, Unsupported, shown
 from mcore_rlhf.families.crossing.packing import repacked
 from mcore_rlhf.families.fsdp.dealing import agree
 from mcore_rlhf.families.fsdp.state import EPOCH, MOST_STEPS
@@ -27,12 +27,14 @@ from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles
 from mcore_rlhf.formats.base import Format
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.huggingface.config import packed_in
+from mcore_rlhf.models.spec import OF_WRAPPER, REPLICATED, ParamSpec
+from mcore_rlhf.storage.containers import open_tensors
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import whole_entry
 
-from .files import SCALER, HfRunState
+from .files import HEAD_FILES, SCALER, HfRunState
 from .optimizer import OptimizerFile, trainable_order
 
 _CALLED = re.compile(r"checkpoint-(\d{1,18})")
@@ -54,10 +56,35 @@ def read_run(
         CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
     """
     own = not weights.weights_only  # has the optimizer in files of its own
-    source = weights.read(path, options if own else replace(options, optimizer=False))
+    source = _with_head(weights.read(path, options if own else replace(options, optimizer=False)), options.stubs)
     if not (own or several or not options.optimizer):
         _refuse_second(path / files.of_model(1).optimizer)
     return _RunReader(path, options, files, source, own, several).source()
+
+
+def _with_head(weights: Source, stubs: tuple[str, ...]) -> Source:
+    """Weights with the value head that lies in a file of its own beside them.
+
+    Source: LLaMA-Factory 0.9.5, ``train/callbacks.py`` (``fix_valuehead_checkpoint``: reward models and PPO, whole or with an adapter).
+    """
+    file = next((name for name in HEAD_FILES if (weights.root / name).is_file()), "")
+    if not file or any(weights.model.get(name) is not None for name in OF_WRAPPER):
+        return weights
+    found = open_tensors(weights.root, file, stubs)
+    if strange := sorted({*found.tensors} - {*OF_WRAPPER}):
+        raise Unsupported(f"{weights.root / file}: has {shown(strange[0])}, expected {' and '.join(OF_WRAPPER)} alone")
+    catalog, specs = Chunks(), [*weights.model.params]
+    for entry in weights.catalog:
+        catalog.add(entry, weights.catalog.tensor(entry))
+    for name, held in found.tensors.items():
+        catalog.add(key := TensorName(weights.role, name), Tensor.of(whole_entry(key, held)))
+        specs.append(ParamSpec(name, held.shape, held.record.dtype, REPLICATED))
+    stored = StoredFile(found.file, found.nbytes, found.records)
+    family = ModuleState.needed(weights)
+    return replace(
+        weights, model=weights.model.having(specs), catalog=catalog, files=(*weights.files, stored),
+        family=replace(family, order=(*family.order, *found.tensors) if family.order else ()),
+    )  # fmt: skip
 
 
 def _refuse_second(second: ReadablePath) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.core.account import Report
-from mcore_rlhf.core.catalog import MASTER, TensorName
+from mcore_rlhf.core.catalog import MASTER, PARAM, TensorName
+from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule
+from mcore_rlhf.core.shares import FROM_MASTERS
 from mcore_rlhf.errors import Unsupported, UsageError
 from mcore_rlhf.families.crossing.description import known_description
 from mcore_rlhf.families.crossing.packing import repacked
@@ -26,7 +28,7 @@ from mcore_rlhf.families.fsdp.dealing import OF_MEGATRON, dealt
 from mcore_rlhf.families.fsdp.groups import STEP, check_groups, own_scalars
 from mcore_rlhf.families.fsdp.state import MADE, is_of_one, scheduler_state
 from mcore_rlhf.families.inventory import inventory_of
-from mcore_rlhf.families.lora.names import BASE_LAYER, OF_ADAPTER, in_memory, of_file
+from mcore_rlhf.families.lora.names import BASE_LAYER, OF_ADAPTER, PREFIX, in_memory, of_file
 from mcore_rlhf.families.lora.parts import CARRIED, adapter_alone
 from mcore_rlhf.families.module import CONFIG, ModuleState, described, loose_values
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
@@ -37,10 +39,11 @@ from mcore_rlhf.families.trainer_counters import COUNTED, NewCounters
 from mcore_rlhf.families.trainer_files import FSDP_WHOLE, RunFiles, new_states, of_ranks, place_of_model, rng_item
 from mcore_rlhf.formats.base import FileLayout, Format, PtLayout, Target, TargetFile
 from mcore_rlhf.layouts.parallel import ParallelConfig
+from mcore_rlhf.models.spec import OF_WRAPPER
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 
-from .files import ALIKE, SCALER, HfRunState, OneModel
+from .files import ALIKE, HEAD_FILES, SCALER, HfRunState, OneModel
 from .like import PICKLED, Like, is_sharded
 from .optimizer import GROUPS, PARAMS, STATE, trainable_order
 
@@ -68,7 +71,8 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
     sharded = _is_sharded(source, module, options)
     whole = not sharded and _is_whole(source, given)
     if adapted and HfRunState.of(source) is None and not sharded:
-        source = adapter_alone(source, options.reference_config)
+        alone = adapter_alone(source, options.reference_config)
+        source = renamed(alone, lambda name: plain if (plain := name.removeprefix(PREFIX)) in OF_WRAPPER else name)
         module = ModuleState.needed(source, files.format)
     config = {} if adapted else known_description(source, options)
     shown = None if given is None else _shown(given, like_it.weights[0])
@@ -89,11 +93,14 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
         if config:
             base.texts[CONFIG] = json.dumps(config, indent=2) + "\n"
     else:
+        head = _head_apart(source, given, adapted)
+        held = _without(source, head)
         base = (
-            _as_prepared(source, config, spelled, options, weights[0])
+            _as_prepared(held, config, spelled, options, weights[0])
             if prepared or spelled
-            else _alone(source, config, options, weights[adapted], packed=packed)
+            else _alone(held, config, options, weights[adapted], packed=packed)
         )
+        base = _with_head(base, head)
         if whole and adapted:  # which that run loads from its own file
             loaded = _as_prepared(source, {}, _names_in(given or source.root, source), options, weights[0])
             base = replace(base, files=(*base.files, *loaded.files), source=base.source.joined(loaded.source))
@@ -103,6 +110,34 @@ def run_target(source: Source, options: WriteOptions, one: OneModel, like_it: On
     order = [name for name in every if name not in still]
     like = Like.read(given, like_it.files, (order, every), source.model.shapes, module.shared)
     return _RunTarget(source, module, options, one, base, order, like, optimizer, sharded, whole).target()
+
+
+def _head_apart(source: Source, like: Path | None, adapted: bool) -> Chunks:
+    """A value head that goes to a file of its own: beside an adapter, whose file has no place for it, and where such a run shows it."""
+    at = source.root if like is None and HfRunState.of(source) is not None else like
+    apart = adapted or (at is not None and any((at / name).is_file() for name in HEAD_FILES))
+    names = {name: name for name in OF_WRAPPER if apart and source.model.get(name) is not None}
+    whole = {PARAM: FROM_MASTERS[PARAM]}
+    return source.catalog.states(whole).renamed(source.role, names)
+
+
+def _without(source: Source, head: Chunks) -> Source:
+    """A source whose model has no such parameters."""
+    apart = {name.param for name in head}
+    return replace(source, model=source.model.having(spec for spec in source.model.params if spec.name not in apart))
+
+
+def _with_head(base: Target, head: Chunks) -> Target:
+    """A target that has the head in a file of its own, which LLaMA-Factory loads; it writes the other, of the same tensors."""
+
+    def layout() -> FileLayout:
+        file = PtLayout(HEAD_FILES[-1])
+        names = dict.fromkeys(TensorName(name.role, name.param) for name in head)
+        own = [one for name in names if (one := head.get(name)) is not None]
+        return file.layout({one.name.param: file.add(one.name, one.global_shape, one.dtype) for one in own})
+
+    more = (TargetFile(HEAD_FILES[-1], layout),) if len(head) else ()
+    return replace(base, files=(*base.files, *more), source=base.source.joined(head))
 
 
 def _in_one_file(options: WriteOptions) -> WriteOptions:

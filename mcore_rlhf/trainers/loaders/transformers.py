@@ -130,6 +130,9 @@ ROWS = _OF_OTHERS + _OF_TRL + rows_of(
         "../integrations/deepspeed.py:698 (deepspeed_load_checkpoint)", both(has("global_step*/*"), lacks("latest"))),
     Habit((Thing.WEIGHTS,), _REFUSED, "a file of the weights is missing: {problem}", "3602 (_load_from_checkpoint)",
         incomplete_in("pytorch_model", ".safetensors", "_model_states")),
+    Habit((Thing.WEIGHTS, Thing.LORA), _REFUSED, "a value head is upon a model with an adapter, as in LLaMA-Factory's reward models: no "
+        "PeftModel, and the trainer stops where it finds no whole model; give it this folder as the adapter and begin anew",
+        "3731 (_load_from_checkpoint)", both(_headed, both(has("adapter_model.*"), lacks("model*.safetensors", *_ZERO)))),
     Habit((Thing.WEIGHTS,), _ANEW, "a value head is upon the model, as TRL's and LLaMA-Factory's wrapper has it: that asks for "
         "pretrained_model.…, the file has the model's own names, and no weights but the head's are loaded, without a word: make it "
         "of this folder, then resume", "3695 (_load_from_checkpoint); trl 0.24.0, models/modeling_value_head.py (state_dict); "

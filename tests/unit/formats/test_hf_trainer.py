@@ -113,6 +113,76 @@ def _no_groups(tree: Any) -> None:
     tree["param_groups"] = 3
 
 
+HEADED = GOLDENS / "llama_factory" / "checkpoint-2"
+
+
+def test_a_value_head_in_a_file_of_its_own_goes_along(tmp_path: Path) -> None:
+    """LLaMA-Factory's reward models: its step was of "two runs", damaged, and without the optimizer the head was lost."""
+    assert verify(HEADED, ReadOptions(), depth=Depth.DEEP).intact
+    wanted = load_file(HEADED / "value_head.safetensors")
+    for name, source, to, like in (
+        ("same", HEADED, "hf-trainer", HEADED),
+        ("dcp", HEADED, "dcp", None),
+        ("back", tmp_path / "dcp", "hf-trainer", HEADED),
+    ):
+        write = WriteOptions(like=None if like is None else str(like))
+        job = convert(source, tmp_path / name, ConvertOptions(to=to, fsync=False, workers=1, write=write))
+        assert not job.account.unaccounted
+        assert not [item for item in job.account.lost if "head" in item]
+    for name in ("same", "back"):
+        found = torch.load(tmp_path / name / "value_head.bin", weights_only=True)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], value) for key, value in wanted.items())
+        assert not any("head" in key for key in load_file(tmp_path / name / "adapter_model.safetensors"))
+        own, new = (torch.load(at / "optimizer.pt", weights_only=True)["state"] for at in (HEADED, tmp_path / name))
+        assert own.keys() == new.keys()
+        for number, states in own.items():
+            assert all(torch.equal(value, new[number][key]) for key, value in states.items()), number
+        assert verify(tmp_path / name, ReadOptions()).intact
+
+
+def test_a_value_head_that_is_none_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(HEADED, tmp_path / "checkpoint-2")
+    head = tmp_path / "checkpoint-2" / "value_head.safetensors"
+    save_file({"v_head.summary.weight": torch.zeros(1, 16), "../other": torch.zeros(1)}, head)
+    with pytest.raises(Unsupported, match=r"expected v_head\.summary\.weight and v_head\.summary\.bias alone"):
+        open_checkpoint(tmp_path / "checkpoint-2", ReadOptions())
+    head.write_bytes(b"none")
+    assert not verify(tmp_path / "checkpoint-2", ReadOptions()).intact
+    head.unlink()
+    with pytest.raises(LayoutMismatch, match="has 10 parameters, and the model beside it 8"):
+        open_checkpoint(tmp_path / "checkpoint-2", ReadOptions())
+
+
+def test_the_trainer_stops_at_an_adapter_under_a_value_head() -> None:
+    found = forecast(HEADED, loader_named("transformers")[0], Settings(), None)
+    assert not found.resumes
+
+
+FREE = {"r": 0.0, "k": 2, "train_mode": True, "weight_sum": 1e-4, "lr_max": 1e-2, "scheduled_lr": 1e-2, "weight_lr_power": 2.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["z", "exp_avg_sq", ""])
+def test_a_schedule_free_adam_keeps_no_first_moment(key: str, tmp_path: Path) -> None:
+    """It was damaged by verify, and no Trainer went on with it by will-resume; schedulefree 1.4.1, ``adamw_schedulefree.py``."""
+    shutil.copytree(TRAINER, tmp_path / "checkpoint-2")
+    file = tmp_path / "checkpoint-2" / "optimizer.pt"
+    tree = torch.load(file, weights_only=True)
+    for number, of in tree["state"].items():
+        tree["state"][number] = {"z": of["exp_avg"], "exp_avg_sq": of["exp_avg_sq"]}
+    for group in tree["param_groups"]:
+        kept = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay", "params")}
+        group.clear()
+        group.update({**kept, **FREE, "warmup_steps": 1, "foreach": True})
+    if key:
+        del tree["state"][3][key]
+    torch.save(tree, file)
+    if not key:
+        assert verify(tmp_path / "checkpoint-2", ReadOptions()).intact
+    found = forecast(tmp_path / "checkpoint-2", loader_named("transformers")[0], Settings(), None)
+    assert found.resumes == (not key)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
