@@ -140,11 +140,9 @@ _SHARED_RNG: Rule[tuple[ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
 _OTHER_DEGREES: Rule[tuple[Arguments, ParallelConfig, Mapping[ShardKey, DcpObject]]] = Rule(
     Fate.NOTE,
     "{0[0].where} are of PP {0[1].pp} and TP {0[1].tp}, and the random states of PP {found[0]} and TP {found[1]}: one is of another run",
-    lambda asked: next(
-        (k.shape[:2] for k in asked[2] if len(k.shape) > 1 and k.shape[:2] != (asked[1].pp, asked[1].tp)), None
-    ),
+    lambda asked: next((k.shape[:2] for k in asked[2] if len(k.shape) > 1 and k.shape[:2] != (asked[1].pp, asked[1].tp)), None),
     contradicts=True,
-)
+)  # fmt: skip
 _UNTOLD: Rule[object] = Rule(
     Fate.NOTE, f"optimizer states: may be those of other parameters, which no master tells here. {_FAULT}"
 )

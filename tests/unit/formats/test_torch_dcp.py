@@ -144,8 +144,9 @@ def test_rules_say_which_parameters_were_frozen(monkeypatch: pytest.MonkeyPatch)
     def without(*args: Any, **kwargs: Any) -> DcpFolder:
         folder = opening(*args, **kwargs)
         gone = ("optimizer.optimizer.state.9.", "optimizer.fp32_from_fp16_params.0.9")
-        for key in [key for key in folder.planner_data if key.startswith(gone)]:
-            del folder.planner_data[key]
+        for held in (folder.planner_data, folder.tensors, folder.objects):
+            for key in [key for key in held if key.startswith(gone)]:
+                del held[key]
         return folder
 
     def shorter(dcp: DcpFolder, fqn: str) -> object:
