@@ -41,13 +41,13 @@ def save_both(root: str, rounds: int) -> dict[str, object]:
     import torch.distributed as dist
 
     from mcore_rlhf.demo import megatron_args, megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
     from mcore_rlhf.engines.megatron import MegatronEngine
     from mcore_rlhf.manager.run.manager import CheckpointManager
     from mcore_rlhf.manager.run.options import ManagerOptions
 
     training = Training(optimizer="distributed", global_batch_size=2, micro_batch_size=1)
-    trainer = Trainer(MODEL, PARALLEL, training)
+    trainer = DemoTrainer(MODEL, PARALLEL, training)
     trainer.train_step()
 
     def args() -> object:

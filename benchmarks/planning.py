@@ -22,7 +22,7 @@ from mcore_rlhf.families.megatron.layout import Blueprint
 from mcore_rlhf.families.megatron.new_layout import NewLayout
 from mcore_rlhf.families.megatron.ranks import RankLayout
 from mcore_rlhf.formats.accounting import Tally
-from mcore_rlhf.formats.megatron.parameters import Holder, StoredTensors
+from mcore_rlhf.formats.megatron.parameters import HoldingRank, StoredTensors
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import PipelineSplit, model_chunks
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, ParamSpec, Partition
@@ -102,13 +102,15 @@ def source_catalog(spec: ModelSpec, parallel: ParallelConfig) -> Chunks:
 
 def found_in(whole: Blueprint) -> StoredTensors:
     """What reading the files of such a checkpoint would find, without files: it stands in for that."""
-    parallel, holders = whole.choices.parallel, dict[str, list[Holder]]()
+    parallel, holders = whole.choices.parallel, dict[str, list[HoldingRank]]()
     for at in file_ranks(parallel):
         rank = RankLayout(whole, at, "iter_0000001")
         states = _states(rank)
         for item in rank.items:
             name = item.item.name
-            holders.setdefault(name, []).append(Holder(at, rank.params[item.vpp_rank, item.key], states.get(name, {})))
+            holders.setdefault(name, []).append(
+                HoldingRank(at, rank.params[item.vpp_rank, item.key], states.get(name, {}))
+            )
     return StoredTensors("actor", whole.model, (MASTER, *_MOMENTS), parallel, holders)
 
 

@@ -33,7 +33,7 @@ from mcore_rlhf.layouts.pipeline import PipelineSplit
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, ModelSpec, Partition
 from mcore_rlhf.storage.manifest import Manifest
 from mcore_rlhf.storage.pickling import PickledTree
-from mcore_rlhf.storage.pt import Pickled
+from mcore_rlhf.storage.pt import PickledFile
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import pairs
 
@@ -119,7 +119,7 @@ def _saved(folder: Path) -> None:
         rank = RankLayout(whole, at, "iter_0000001")
         for records in (rank.model, rank.distrib):
             tree = PickledTree(bytes(36_000), {record.key: record.nbytes for record in records.records})
-            planned = PlannedFile(plan_file(records.file, records.holds(), catalog), records.records, Pickled(tree))
+            planned = PlannedFile(plan_file(records.file, records.holds(), catalog), records.records, PickledFile(tree))
             files.append(spool.write(planned))
     binding = Binding(root, identity(root, stored), of_options(ConvertOptions()), [file.told for file in files])
     blocks = partial(in_blocks, pairs(catalog, Problems(), replicas=True, parity=True), "compared :")

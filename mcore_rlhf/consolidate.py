@@ -39,14 +39,14 @@ from mcore_rlhf.formats.hf.files import (
     DEFAULT_SHARD,
     MODEL_STEM,
     SAFETENSORS,
-    Shard,
+    SafetensorsShard,
     WrittenTensor,
     index_of,
     shards_of,
 )
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.storage.destination import Destination
-from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.in_memory import Bytes, MemoryFiles
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, provenance
 from mcore_rlhf.storage.paths import beneath, local_path
 from mcore_rlhf.storage.pt import Pt
@@ -155,7 +155,7 @@ def load_fp32_state_dict(
     """
     source = open_tag(Path(path), tag, ())
     tensors, catalog, order = fp32_state_dict(source, exclude_frozen_parameters)
-    memory = Memory()
+    memory = MemoryFiles()
     files = tuple(TargetFile(str(at), partial(memory_layout, part, str(at))) for at, part in enumerate(tensors))
     copy_into(source, catalog, files, memory, ConvertOptions(fsync=False))
     found: dict[str, torch.Tensor] = {}
@@ -225,11 +225,11 @@ def consolidate(
     return [*(file.path for file in files), *texts]
 
 
-def _target(shard: Shard, safe: bool) -> TargetFile:
+def _target(shard: SafetensorsShard, safe: bool) -> TargetFile:
     return shard.target() if safe else TargetFile(shard.file, partial(_bin_layout, shard))
 
 
-def _bin_layout(shard: Shard) -> FileLayout:
+def _bin_layout(shard: SafetensorsShard) -> FileLayout:
     """What a ``.bin`` file will hold, where second names share their owners' storage."""
     records = [
         Record(shard.file, f"data/{number}", part.dtype, prod(part.shape), 0) for number, part in enumerate(shard.parts)

@@ -26,7 +26,7 @@ from .formats.accounting import Tally, account_of
 from .formats.base import FileLayout, Target, TargetFile
 from .formats.carried import bring_along
 from .formats.registry import format_at, format_named, open_checkpoint, wanted_format
-from .storage.destination import Destination, Names, Publication
+from .storage.destination import Destination, Publication, TargetPaths
 from .storage.links import followed
 from .storage.manifest import FileEntry, Manifest, provenance
 from .storage.paths import ReadablePath, beneath, canonical, real_path
@@ -275,7 +275,7 @@ def _damaged(files: Iterable[ReadablePath]) -> list[str]:
 def _check_names(job: Job, problems: Problems) -> None:
     """What every file of the target will be called, and its tag, before anything is written."""
     target, root = job.target, job.source.root
-    names = Names(root, (MANIFEST_NAME,))
+    names = TargetPaths(root, (MANIFEST_NAME,))
     for name in chain((file.path for file in target.files), target.texts, target.carried, target.sums):
         try:
             names.add(name)

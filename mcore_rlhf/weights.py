@@ -39,7 +39,7 @@ from mcore_rlhf.formats.hf.writer import Weights
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
 from mcore_rlhf.models.huggingface.relation import Link
 from mcore_rlhf.models.torchtitan import OWN_EMBEDDING
-from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.in_memory import Bytes, MemoryFiles
 from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.threads import begin
 from mcore_rlhf.storage.urls import checkpoint_path
@@ -308,7 +308,7 @@ def _streamed(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
 
     def run() -> None:
         try:
-            read(wanted, Memory(complete=stream.put))
+            read(wanted, MemoryFiles(complete=stream.put))
         except BaseException as error:
             failed.append(error)
         finally:
@@ -357,7 +357,7 @@ class _Stream:
                     return
 
 
-def read(wanted: Wanted, memory: Memory) -> None:
+def read(wanted: Wanted, memory: MemoryFiles) -> None:
     """Plan every tensor, and read them in their order.
 
     Records are read whole, and checked. Where a tensor-parallel rank's part is wanted, those are of which nearly all is; of others, such as

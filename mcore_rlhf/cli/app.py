@@ -67,7 +67,9 @@ def with_pattern(args: list[str]) -> list[str]:
     short_help="Say what a checkpoint is.",
     params=[
         o.CHECKPOINT,
-        o.Option("--tensors", help="List logical tensors; part of a name, or a pattern with *.", metavar="[PATTERN]"),
+        o.HeadedOption(
+            "--tensors", help="List logical tensors; part of a name, or a pattern with *.", metavar="[PATTERN]"
+        ),
         *o.table("inspect"),
         o.JSON_OPTION,
     ],
@@ -86,7 +88,7 @@ def inspect(path: Path, tensors: str | None, json: bool, **given: Any) -> None:
         *o.table("plan"),
         o.CONFIG,
         o.flag("--copies", help="Print the copies themselves."),
-        o.Option("--save", help="Save the plan, for convert --plan.", type=o.FOLDER, metavar="FILE"),
+        o.HeadedOption("--save", help="Save the plan, for convert --plan.", type=o.FOLDER, metavar="FILE"),
         o.PROGRESS_OPTION,
         o.JSON_OPTION,
     ],
@@ -139,14 +141,14 @@ def verify(path: Path, quick: bool, deep: bool, json: bool, **given: Any) -> Non
     short_help="Say what a trainer would restore of a checkpoint.",
     params=[
         o.argument("CHECKPOINT", "The root of the trainer's run, or a step.", "path"),
-        o.Option("--trainer", help="Whose loader is asked about.", metavar="NAME[@VERSION]", required=True),
-        o.Option(
+        o.HeadedOption("--trainer", help="Whose loader is asked about.", metavar="NAME[@VERSION]", required=True),
+        o.HeadedOption(
             "--config",
             help="The trainer's configuration: YAML, JSON, TOML or arguments.",
             metavar="FILE",
             type=o.FOLDER,
         ),
-        o.Option(
+        o.HeadedOption(
             "--world-size", help="Ranks that are to load. [default: as many as saved]", metavar="N", type=_AT_LEAST_1
         ),
         o.JSON_OPTION,
@@ -167,7 +169,7 @@ def will_resume(path: Path, trainer: str, config: Path | None, world_size: int |
     params=[
         o.argument("A", "A checkpoint."),
         o.argument("B", "Another one, in any format and layout."),
-        o.Option(
+        o.HeadedOption(
             "--atol",
             help="Absolute tolerance; without one, bits are compared.",
             metavar="X",
@@ -175,7 +177,7 @@ def will_resume(path: Path, trainer: str, config: Path | None, world_size: int |
             default=0.0,
             show_default=True,
         ),
-        o.Option(
+        o.HeadedOption(
             "--rtol",
             help="Relative tolerance.",
             metavar="X",
@@ -183,7 +185,9 @@ def will_resume(path: Path, trainer: str, config: Path | None, world_size: int |
             default=0.0,
             show_default=True,
         ),
-        o.Option("--states", help="States to compare, such as param,exp_avg. [default: everything]", metavar="LIST"),
+        o.HeadedOption(
+            "--states", help="States to compare, such as param,exp_avg. [default: everything]", metavar="LIST"
+        ),
         *o.table("diff"),
         o.PROGRESS_OPTION,
         o.JSON_OPTION,
@@ -267,7 +271,7 @@ def show_config(name: str) -> None:
 @app.command(
     short_help="Train GRPO on real Megatron, kill it, resume, reshape, and prove it.",
     params=[
-        o.Option(
+        o.HeadedOption(
             "folder",
             "--dir",
             help="Where to work, and to leave the checkpoints. [default: removed again]",
@@ -292,9 +296,9 @@ def demo(folder: Path | None) -> None:
     short_help="List the steps of a run, and what each is worth.",
     params=[
         _ROOT,
-        o.Option("--quarantine", help="Tell resume to leave this step alone.", **_STEP),
-        o.Option("--reason", help="Why, with --quarantine.", metavar="TEXT", default=""),
-        o.Option("--release", help="Take this step out of quarantine.", **_STEP),
+        o.HeadedOption("--quarantine", help="Tell resume to leave this step alone.", **_STEP),
+        o.HeadedOption("--reason", help="Why, with --quarantine.", metavar="TEXT", default=""),
+        o.HeadedOption("--release", help="Take this step out of quarantine.", **_STEP),
         *o.table("steps"),
         o.JSON_OPTION,
     ],
@@ -313,7 +317,7 @@ def steps(root: Path, quarantine: int | None, reason: str, release: int | None, 
     short_help="Say which finished rollouts wait between two saves.",
     params=[
         _ROOT,
-        o.Option(
+        o.HeadedOption(
             "--max-staleness", help="Count those that are more versions old as stale.", metavar="N", type=o.Integer(0)
         ),
         o.JSON_OPTION,
@@ -333,15 +337,15 @@ def journal(root: Path, max_staleness: int | None, json: bool) -> None:
     short_help="Delete the steps that no rule wants to keep.",
     params=[
         _ROOT,
-        o.Option("--keep-last", help="Keep the newest N.", metavar="N", type=_AT_LEAST_1),
-        o.Option("--keep-every", help="Keep multiples of N.", metavar="N", type=_AT_LEAST_1),
-        o.Option(
+        o.HeadedOption("--keep-last", help="Keep the newest N.", metavar="N", type=_AT_LEAST_1),
+        o.HeadedOption("--keep-every", help="Keep multiples of N.", metavar="N", type=_AT_LEAST_1),
+        o.HeadedOption(
             "--keep-best",
             help="Keep the best K (1) by a metric, largest (max) or smallest (min); may be repeated.",
             metavar="METRIC[:min|max[:K]]",
             multiple=True,
         ),
-        o.Option("--max-size", help="Of what is kept, delete the oldest beyond this total.", metavar="SIZE"),
+        o.HeadedOption("--max-size", help="Of what is kept, delete the oldest beyond this total.", metavar="SIZE"),
         o.flag("--include-damaged", help="Delete damaged and partial steps as well."),
         o.flag("--dry-run", help="Say what would be deleted; delete nothing."),
         o.flag("--no-verify", help="Do not read the newest step that stays before deleting others."),
@@ -409,9 +413,11 @@ def watch(root: Path, config: Path | None, json: bool, **given: Any) -> None:
 @app.command(
     short_help="Compute how often to save.",
     params=[
-        o.Option("--root", help="Measure step, save and size from the steps of a run.", metavar="ROOT", type=o.FOLDER),
+        o.HeadedOption(
+            "--root", help="Measure step, save and size from the steps of a run.", metavar="ROOT", type=o.FOLDER
+        ),
         *o.options_of(o.CostOptions),
-        o.Option("--every", help="An interval of your own to compare.", metavar="N", type=_AT_LEAST_1),
+        o.HeadedOption("--every", help="An interval of your own to compare.", metavar="N", type=_AT_LEAST_1),
         o.JSON_OPTION,
     ],
 )

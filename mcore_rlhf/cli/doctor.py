@@ -46,7 +46,7 @@ _NETWORK = {
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class OptionalPackage:
     """A package that is not needed, but brings something.
 
     Args:
@@ -63,17 +63,17 @@ class Extra:
 
 
 _EXTRAS = (
-    Extra(
+    OptionalPackage(
         "torch", "torch", "the manager and the engines: saving and resuming runs; --merge-adapter",
         "from mcore_rlhf import CheckpointManager, FsdpEngine, TorchEngine",
     ),
-    Extra(
+    OptionalPackage(
         "megatron-core", "megatron", "MegatronEngine, the drop-in for Megatron-LM's scripts, mcore-rlhf demo",
         "from mcore_rlhf import MegatronEngine",
     ),
-    Extra("deepspeed", "deepspeed", "DeepSpeedEngine", "from mcore_rlhf import DeepSpeedEngine"),
-    Extra("obstore", "object", "checkpoints at s3://, gs:// and az://", "import obstore.store"),
-    Extra("huggingface_hub", "object", "checkpoints at hf://ORG/MODEL", "import huggingface_hub"),
+    OptionalPackage("deepspeed", "deepspeed", "DeepSpeedEngine", "from mcore_rlhf import DeepSpeedEngine"),
+    OptionalPackage("obstore", "object", "checkpoints at s3://, gs:// and az://", "import obstore.store"),
+    OptionalPackage("huggingface_hub", "object", "checkpoints at hf://ORG/MODEL", "import huggingface_hub"),
 )  # fmt: skip
 _IMPORTED_WITHIN = 120.0
 """Seconds for all imports; Megatron's takes six."""

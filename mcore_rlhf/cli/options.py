@@ -137,13 +137,13 @@ class Word(click.Choice[str]):
         return str(value)
 
 
-class Option(click.Option):
+class HeadedOption(click.Option):
     """An option that stands under a heading of the help.
 
     Args:
         names: Its names, as click takes them: ``--tp``; with its field, where that has another one: ``folder``, ``--dir``.
         group: The heading.
-        more: See :class:`click.Option`.
+        more: See :class:`click.HeadedOption`.
     """
 
     def __init__(self, *names: str, group: str = _OTHERS, **more: Any) -> None:
@@ -181,7 +181,7 @@ class Command(click.Command):
         for param in self.get_params(ctx):
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
             if record is not None:
-                groups[param.group if isinstance(param, Option) else _OTHERS].append(record)
+                groups[param.group if isinstance(param, HeadedOption) else _OTHERS].append(record)
         for name, records in groups.items():
             if records:
                 with formatter.section(name):
@@ -230,9 +230,9 @@ def _remember(key: str) -> Any:
     return remember
 
 
-def flag(*names: str, help: str, **more: Any) -> Option:
+def flag(*names: str, help: str, **more: Any) -> HeadedOption:
     """An option without a value."""
-    return Option(*names, is_flag=True, help=help, **more)
+    return HeadedOption(*names, is_flag=True, help=help, **more)
 
 
 def argument(metavar: str, help: str, name: str = "", kind: Any = FOLDER, **more: Any) -> click.Argument:
@@ -250,7 +250,7 @@ def argument(metavar: str, help: str, name: str = "", kind: Any = FOLDER, **more
 
 # Everywhere
 DEBUG_OPTION = flag("--debug", help="Show the traceback of an error.", callback=_remember(DEBUG), expose_value=False)
-COMPLETION_OPTION = Option(
+COMPLETION_OPTION = HeadedOption(
     "--install-completion",
     help="Install completion for the shell in use, or for bash, zsh or fish.",
     metavar="[SHELL]",
@@ -261,7 +261,7 @@ COMPLETION_OPTION = Option(
     callback=install_completion,
 )
 JSON_OPTION = flag("--json", help="Print JSON alone on standard output.", callback=_remember(JSON), is_eager=True)
-PROGRESS_OPTION = Option(
+PROGRESS_OPTION = HeadedOption(
     "--progress",
     help="How far it is, on standard error: a bar or lines (auto), JSON lines for schedulers, or none.",
     type=Word(["auto", "json", "none"]),
@@ -271,14 +271,14 @@ PROGRESS_OPTION = Option(
     expose_value=False,
 )
 LOG_OPTIONS = (
-    Option(
+    HeadedOption(
         "--verbose", "-v", help="Say what is done; -vv: what is asked of stores, too.", count=True,
         callback=_remember(logs.VERBOSE), expose_value=False,
     ),
     flag(
         "--quiet", "-q", help="Say nothing but results and errors.", callback=_remember(logs.QUIET), expose_value=False
     ),
-    Option(
+    HeadedOption(
         "--log-file", help="Append everything that is done to this file, with the time.", metavar="FILE", type=FOLDER,
         callback=_remember(logs.FILE), expose_value=False,
     ),
@@ -300,7 +300,7 @@ TARGET = argument(
     _FOLDER_TEXT,
     required=False,
 )
-CONFIG = Option(
+CONFIG = HeadedOption(
     "--config", help="YAML conversion job; options given here win over the file.", metavar="FILE", type=FOLDER
 )
 
@@ -387,16 +387,16 @@ class ReportOptions:
     no_values: bool = _own("", "Of two, compare no values: draw both only.", False)
 
 
-def options_of(group: type) -> list[Option]:
+def options_of(group: type) -> list[HeadedOption]:
     """The options that are the fields of a class above; :func:`taken` makes one of what was given."""
     return [_option_of(place.name, place.default, **place.metadata) for place in fields(group)]
 
 
-def _option_of(name: str, default: Any, names: tuple[str, ...], metavar: str, **more: Any) -> Option:
+def _option_of(name: str, default: Any, names: tuple[str, ...], metavar: str, **more: Any) -> HeadedOption:
     spelled = names or (f"--{name.replace('_', '-')}",)
     if default is False:
         return flag(name, *spelled, **more)
-    return Option(name, *spelled, metavar=metavar, default=default, show_default=True, **more)
+    return HeadedOption(name, *spelled, metavar=metavar, default=default, show_default=True, **more)
 
 
 def taken(group: type[Group], given: dict[str, Any]) -> Group:
@@ -404,7 +404,7 @@ def taken(group: type[Group], given: dict[str, Any]) -> Group:
     return group(**{place.name: given.pop(place.name) for place in fields(group)})  # type: ignore[arg-type]
 
 
-def table(command: str) -> list[Option]:
+def table(command: str) -> list[HeadedOption]:
     """The options that the table has for a command; not given, they are None, so that the ``--config`` file or the default decides."""
     return [_of_row(row) for row in of_command(command)]
 
@@ -413,7 +413,7 @@ _COMPLETED = {"to": formats, "dtype": lambda _: ("bf16", "fp16", "fp32"), "role"
 """What a shell completes values to, of options whose words the table does not say."""
 
 
-def _of_row(row: option_types.Option) -> Option:
+def _of_row(row: option_types.Option) -> HeadedOption:
     kind = row.kind
     help = f"{row.help} [default: {row.default}]" if row.default else row.help
     if kind.word is bool:
@@ -422,7 +422,7 @@ def _of_row(row: option_types.Option) -> Option:
     more: dict[str, Any] = {"type": word, "metavar": kind.metavar, "multiple": kind.repeated}
     words = _COMPLETED.get(row.name) or (lambda _: kind.words)
     more["shell_complete"] = None if kind.path else completion(words)
-    return Option(row.name, row.flag, help=help, group=row.group, **more)
+    return HeadedOption(row.name, row.flag, help=help, group=row.group, **more)
 
 
 def read_options(given: Mapping[str, Any]) -> ReadOptions:

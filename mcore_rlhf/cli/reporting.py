@@ -15,8 +15,8 @@ from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.runs import listed_steps
 from mcore_rlhf.manager.subject import Subject, find
 from mcore_rlhf.report.heat import heat_map
-from mcore_rlhf.report.page import Compared, Conversion, Model, Page, made, write
-from mcore_rlhf.report.page import Subject as Shown
+from mcore_rlhf.report.page import Compared, ManifestConversion, Model, Page, made, write
+from mcore_rlhf.report.page import PageSubject as Shown
 from mcore_rlhf.report.saved import saved_roles
 from mcore_rlhf.report.shards import shard_map
 from mcore_rlhf.report.timeline import RunFacts, chrome_trace, run_facts
@@ -161,7 +161,7 @@ def _step_verdict(subject: Subject, request: ReportOptions, progress: Progress) 
     return {"intact": not problems, "depth": depth.value, "problems": problems, "checked": []}
 
 
-def _conversion(manifest: Mapping[str, Any]) -> Conversion | None:
+def _conversion(manifest: Mapping[str, Any]) -> ManifestConversion | None:
     """What a manifest says of the conversion that wrote it; None where it was none."""
     report = manifest["report"]
     account, lines = report.get("account"), report.get("lines")

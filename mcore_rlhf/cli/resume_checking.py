@@ -15,16 +15,16 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.manager.prove.check import (
     SAYS,
     CheckOptions,
+    CheckOutcome,
     Control,
     KilledRun,
-    Outcome,
     ResumeCheck,
     RunComparison,
     clear,
     compare_outputs,
 )
 from mcore_rlhf.manager.prove.command import RunPlaces, Template
-from mcore_rlhf.manager.prove.compare import Finding, Tally
+from mcore_rlhf.manager.prove.compare import ComparisonTally, Finding
 from mcore_rlhf.manager.prove.control import make_control
 from mcore_rlhf.manager.prove.facts import facts_of, write_by_rank
 from mcore_rlhf.manager.prove.killing import Moment
@@ -172,7 +172,7 @@ def compare(a: Path, b: Path, control: Path | None, options: CheckOptions, json:
         if control is not None
         else None
     )
-    _show(Outcome(options.steps, options.more, [other], caught, profile=options.profile), json)
+    _show(CheckOutcome(options.steps, options.more, [other], caught, profile=options.profile), json)
 
 
 def break_copy(source: Path, target: Path, options: CheckOptions) -> None:
@@ -223,7 +223,7 @@ mcore-rlhf resume-check --make-control {b} {c}
 mcore-rlhf resume-check --compare {a} {b} --control {c} {numbers}""")
 
 
-def _show(outcome: Outcome, json: bool) -> None:
+def _show(outcome: CheckOutcome, json: bool) -> None:
     if json:
         emit_json(facts_of(outcome))
     else:
@@ -232,7 +232,7 @@ def _show(outcome: Outcome, json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _print(outcome: Outcome) -> None:
+def _print(outcome: CheckOutcome) -> None:
     """Print a table of what was compared, what differs, and what to make of it."""
     print_facts(_runs(outcome))
     say()
@@ -253,7 +253,7 @@ def _print(outcome: Outcome) -> None:
         say(f"Logs and metrics: {outcome.folder}")
 
 
-def _runs(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _runs(outcome: CheckOutcome) -> Iterator[tuple[str, str]]:
     seconds = outcome.seconds
     if "A" in seconds:
         yield "run A", f"{outcome.steps + outcome.more} steps uninterrupted, {duration(seconds['A'])}"
@@ -270,7 +270,7 @@ def _runs(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "", str(outcome.control.broken)
 
 
-def _rows(outcome: Outcome) -> Iterator[Sequence[str]]:
+def _rows(outcome: CheckOutcome) -> Iterator[Sequence[str]]:
     last, exact = outcome.steps + outcome.more, outcome.profile == EXACT
     if (again := outcome.again) is not None:
         what = f"loaded: step {again.step}, {count(again.states.files, 'file')}"
@@ -293,7 +293,7 @@ def _comparison_rows(name: str, found: RunComparison, verdict: str, last: int, e
         yield _row(f"{name}: metrics{whose}, {lines}{again}", metrics.tally, "", exact)
 
 
-def _row(what: str, tally: Tally, verdict: str, exact: bool) -> Sequence[str]:
+def _row(what: str, tally: ComparisonTally, verdict: str, exact: bool) -> Sequence[str]:
     equal = count(tally.compared - tally.differing - tally.within)
     within = [] if exact else [count(tally.within)]
     return what, count(tally.compared), equal, *within, count(tally.differing), verdict
@@ -309,7 +309,7 @@ def _print_findings(found: RunComparison) -> None:
         say(f"  {total:,} in all; --json lists up to 1,000 of each")
 
 
-def _print_table(title: str, tally: Tally, with_files: bool) -> None:
+def _print_table(title: str, tally: ComparisonTally, with_files: bool) -> None:
     if not tally.findings:
         return
     say(f"\n{title}")
@@ -319,7 +319,7 @@ def _print_table(title: str, tally: Tally, with_files: bool) -> None:
     print_table([Column("where"), Column("run A, then this one")], rows, _SHOWN // 2)
 
 
-def _within(outcome: Outcome) -> str:
+def _within(outcome: CheckOutcome) -> str:
     """What the profile let pass, and how far the worst of it was off."""
     name, worst = outcome.profile.name, outcome.worst
     if worst is None:

@@ -12,7 +12,7 @@ import click
 
 from mcore_rlhf.errors import NotACheckpoint, Unreadable, headline
 from mcore_rlhf.manager.rlhf.consumed import Consumed, consumed_by
-from mcore_rlhf.manager.rlhf.journal_files import FOLDER, JournalFolder, Segment, has_journal, read_folder
+from mcore_rlhf.manager.rlhf.journal_files import FOLDER, JournalFolder, JournalSegment, has_journal, read_folder
 from mcore_rlhf.manager.rlhf.rollouts import StoredPlace
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.steps import Step
@@ -123,7 +123,7 @@ def _is_consumed(place: StoredPlace, newest: Newest) -> bool:
     return newest.consumed is not None and place.key in newest.consumed
 
 
-def _segment(segment: Segment, newest: Newest) -> dict[str, Any]:
+def _segment(segment: JournalSegment, newest: Newest) -> dict[str, Any]:
     consumed = sum(_is_consumed(place, newest) for place in segment.held)
     youngest = segment.held[-1] if segment.held else None
     return {
@@ -141,7 +141,7 @@ def _segment(segment: Segment, newest: Newest) -> dict[str, Any]:
     }
 
 
-def _state(segment: Segment) -> str:
+def _state(segment: JournalSegment) -> str:
     if segment.problem is not None:
         return "unreadable" if isinstance(segment.problem, Unreadable) else "refused"
     return "closed" if segment.reader.closed else "open"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rlhf.errors import CheckpointError, StorageError, headline
-from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.manager.watch import Watcher, WatchEvent
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.urls import checkpoint_path
 
@@ -69,7 +69,7 @@ def run(root: Path, given: Mapping[str, Any], config: Path | None, watching: Wat
     make_job(job(0, out), config)  # what is wrong with it is said now
     failed = set[int | None]()
 
-    def tell(event: Watched) -> None:
+    def tell(event: WatchEvent) -> None:
         if event.kind == "failed":
             failed.add(event.step)
         elif event.step is not None:
@@ -98,7 +98,7 @@ def _ends(watcher: Watcher, watching: WatchOptions) -> bool:
     return False
 
 
-def _print(event: Watched, as_json: bool) -> None:
+def _print(event: WatchEvent, as_json: bool) -> None:
     if as_json:
         facts = {**asdict(event), "time": time.time()}
         say(json.dumps(plain(facts), ensure_ascii=True))

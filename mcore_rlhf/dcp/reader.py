@@ -39,7 +39,7 @@ from mcore_rlhf.formats.dcp.keys import KeyLayout, joined
 from mcore_rlhf.formats.dcp.writer import keyed
 from mcore_rlhf.formats.hf.files import WrittenTensor
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.storage.in_memory import Bytes, Memory
+from mcore_rlhf.storage.in_memory import Bytes, MemoryFiles
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.patience import read_patiently
 from mcore_rlhf.storage.urls import checkpoint_path
@@ -167,7 +167,7 @@ class AnyReader(StorageReader):
             _hand_over(planner, item, torch_tensor(data, part.dtype, tuple(item.lengths)))
 
         wanted = Wanted(self._whole, self._content.source, self._content.view, parts, boxes)
-        read(wanted, Memory(complete=complete))
+        read(wanted, MemoryFiles(complete=complete))
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, found: torch.Tensor) -> None:

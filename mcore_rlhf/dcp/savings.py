@@ -26,11 +26,11 @@ from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
-from mcore_rlhf.storage.transactions import Lock, Places
+from mcore_rlhf.storage.transactions import Lock, TransactionPaths
 from mcore_rlhf.storage.upload import StorePublication, object_store
 from mcore_rlhf.storage.uploaded import UploadedStream
 
-from .targets import FolderTarget, StoreTarget, Target, manifest_of, require_whole
+from .targets import FolderTarget, SaveTarget, StoreTarget, manifest_of, require_whole
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -57,7 +57,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """A rank's note of a file that is whole."""
 
     rank: int
@@ -84,7 +84,7 @@ class Saving(ABC):
         """Those of all ranks."""
 
     @abstractmethod
-    def _open(self, name: str, nbytes: int) -> Stream:
+    def _open(self, name: str, nbytes: int) -> NotedStream:
         """A new file, over one of an earlier try."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Saving(ABC):
             CheckpointError: A rank's files are not there, or it could not be published; what was there before is still there.
         """
 
-    def stream(self, name: str, nbytes: int = 0) -> Stream:
+    def stream(self, name: str, nbytes: int = 0) -> NotedStream:
         """A file of this rank's.
 
         Args:
@@ -106,7 +106,7 @@ class Saving(ABC):
         about = f"{self._run.rank}-{sha1(name.encode(), usedforsecurity=False).hexdigest()}"
 
         def whole(entry: FileEntry) -> None:
-            self.notes.say(about, Written(self._run.rank, name, entry.nbytes, entry.crc32))
+            self.notes.say(about, WrittenFile(self._run.rank, name, entry.nbytes, entry.crc32))
 
         stream = self._open(name, nbytes)
         stream.whole = whole
@@ -119,7 +119,7 @@ class Saving(ABC):
             Incomplete: A rank has left none.
             StorageError: Two ranks have written the same file.
         """
-        said = [one for name in self.notes.list() if (one := self.notes.said(Written, name)) is not None]
+        said = [one for name in self.notes.list() if (one := self.notes.said(WrittenFile, name)) is not None]
         problems, owners = Problems(), dict[str, int]()
         for rank in sorted({*range(self._run.world)} - {one.rank for one in said}):
             problems.add(
@@ -134,7 +134,7 @@ class Saving(ABC):
         return {one.name: FileEntry(one.nbytes, one.crc32) for one in said}
 
 
-def begin(target: Target, run: Ranks, *, overwrite: bool, before: Saving | None) -> Saving:
+def begin(target: SaveTarget, run: Ranks, *, overwrite: bool, before: Saving | None) -> Saving:
     """Begin a save, or go on with one that failed, on any rank.
 
     Args:
@@ -162,7 +162,7 @@ def begin(target: Target, run: Ranks, *, overwrite: bool, before: Saving | None)
     return _InFolder(target, run, word)
 
 
-def _word(target: Target, run: Ranks) -> str:
+def _word(target: SaveTarget, run: Ranks) -> str:
     """Of a run and of what is at the target now: who replaces that has ended the save."""
     if isinstance(target, StoreTarget):
         there = StorePublication(target.path).before()
@@ -178,7 +178,7 @@ class _InFolder(Saving):
 
     def __init__(self, target: FolderTarget, run: Ranks, word: str) -> None:
         super().__init__(run, word)
-        self._target, self._places = target.path, Places(target.path, word)
+        self._target, self._places = target.path, TransactionPaths(target.path, word)
         self._folder = self._places.staging
         self._lock: Lock | None = None
         if run.rank == 0:
@@ -211,12 +211,12 @@ class _InFolder(Saving):
         """See :attr:`Saving.notes`."""
         return FolderNotes(self._folder / _NOTES)
 
-    def _open(self, name: str, nbytes: int) -> Stream:
+    def _open(self, name: str, nbytes: int) -> NotedStream:
         path = self._folder / name
         try:
             make_folder(path.parent)
             remove_beneath(self._folder, name)
-            return Stream(_LocalFile(open_new(path)))
+            return NotedStream(_LocalFile(open_new(path)))
         except OSError as error:
             raise storage_error(error, path, "create") from error
 
@@ -252,9 +252,9 @@ class _InStore(Saving):
         """See :attr:`Saving.notes`."""
         return self._publication(False).notes
 
-    def _open(self, name: str, nbytes: int) -> Stream:
+    def _open(self, name: str, nbytes: int) -> NotedStream:
         key = f"{self._target.path}/{self._publication(False).prefix}/{name}"
-        return Stream(UploadedStream(self._store, key, nbytes))
+        return NotedStream(UploadedStream(self._store, key, nbytes))
 
     def publish(self, *, overwrite: bool, fsync: bool) -> None:
         """See :meth:`Saving.publish`; a store has everything when it says so."""
@@ -265,7 +265,7 @@ class _InStore(Saving):
                 publication.notes.remove("*")
 
 
-class Stream(io.RawIOBase):
+class NotedStream(io.RawIOBase):
     """A file that somebody else writes from its front to its end; it is noted once it was closed without an error.
 
     Args:

@@ -56,7 +56,7 @@ class Files(FileSystemBase):
         """
 
 
-class Target(ABC):
+class SaveTarget(ABC):
     """What a save is to make, as every rank sees it.
 
     Attributes:
@@ -125,7 +125,7 @@ def manifest_of(name: str, files: Mapping[str, FileEntry], ranks: int) -> Manife
     return Manifest(files, step=step, provenance=provenance(ranks=ranks))
 
 
-def target_of(given: str | os.PathLike[str]) -> Target:
+def target_of(given: str | os.PathLike[str]) -> SaveTarget:
     """What a user names.
 
     Raises:
@@ -146,7 +146,7 @@ def target_of(given: str | os.PathLike[str]) -> Target:
 
 
 @dataclass(frozen=True, slots=True)
-class FolderTarget(Target):
+class FolderTarget(SaveTarget):
     """A folder, on a file system that all ranks share."""
 
     path: Path
@@ -154,28 +154,28 @@ class FolderTarget(Target):
 
     @property
     def id(self) -> Path:
-        """See :attr:`Target.id`."""
+        """See :attr:`SaveTarget.id`."""
         return self.path
 
     def forget(self) -> None:
-        """See :meth:`Target.forget`: nothing is kept."""
+        """See :meth:`SaveTarget.forget`: nothing is kept."""
 
     def clean_up(self) -> list[str]:
-        """See :meth:`Target.clean_up`."""
+        """See :meth:`SaveTarget.clean_up`."""
         return recover_in(self.path.parent)
 
     def is_taken(self) -> bool:
-        """See :meth:`Target.is_taken`."""
+        """See :meth:`SaveTarget.is_taken`."""
         return self.path.is_dir() and bool(occupants(self.path))
 
     def begin(self, *, overwrite: bool, fsync: bool) -> tuple[LocalPublication, str]:
-        """See :meth:`Target.begin`."""
+        """See :meth:`SaveTarget.begin`."""
         publication = LocalPublication(self.path, overwrite, fsync, is_checkpoint)
         publication.__enter__()
         return publication, str(publication.staging)
 
     def current(self, word: str) -> str:
-        """See :meth:`Target.current`: then it is the newest folder there is."""
+        """See :meth:`SaveTarget.current`: then it is the newest folder there is."""
         if Path(word).is_dir():
             return word
         begun = sorted(name for name in names_in(self.path.parent) if name.startswith(f".{self.path.name}.partial-"))
@@ -186,7 +186,7 @@ class FolderTarget(Target):
         return str(self.path.parent / begun[-1])
 
     def files(self, word: str, nbytes: int = 0) -> Files:
-        """See :meth:`Target.files`."""
+        """See :meth:`SaveTarget.files`."""
         return _FolderFiles(Path(word))
 
 
@@ -222,7 +222,7 @@ def require_whole(path: Path, entry: FileEntry) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreTarget(Target):
+class StoreTarget(SaveTarget):
     """A folder of an object store: see :mod:`mcore_rlhf.storage.upload`."""
 
     path: StorePath
@@ -230,29 +230,29 @@ class StoreTarget(Target):
 
     @property
     def id(self) -> str:
-        """See :attr:`Target.id`."""
+        """See :attr:`SaveTarget.id`."""
         return str(self.path)
 
     def forget(self) -> None:
-        """See :meth:`Target.forget`."""
+        """See :meth:`SaveTarget.forget`."""
         self.path.store.forget()
 
     def clean_up(self) -> list[str]:
-        """See :meth:`Target.clean_up`: nobody can say of a store who is dead, but after a day ``prune --dead``."""
+        """See :meth:`SaveTarget.clean_up`: nobody can say of a store who is dead, but after a day ``prune --dead``."""
         return []
 
     def is_taken(self) -> bool:
-        """See :meth:`Target.is_taken`."""
+        """See :meth:`SaveTarget.is_taken`."""
         return any(True for _ in self.path.iterdir())
 
     def begin(self, *, overwrite: bool, fsync: bool) -> tuple[StorePublication, str]:
-        """See :meth:`Target.begin`."""
+        """See :meth:`SaveTarget.begin`."""
         publication = StorePublication(self.path, overwrite, is_checkpoint)
         publication.__enter__()
         return publication, publication.transaction
 
     def current(self, word: str) -> str:
-        """See :meth:`Target.current`: then it is the newest of those of which the store says that somebody sends."""
+        """See :meth:`SaveTarget.current`: then it is the newest of those of which the store says that somebody sends."""
         store, sent = object_store(self.path), f"{self.path.path}/{PREFIX}"
         if store.read_whole(f"{sent}{word}.writer") is not None:
             return word
@@ -266,7 +266,7 @@ class StoreTarget(Target):
         return begun[-1]
 
     def files(self, word: str, nbytes: int = 0) -> Files:
-        """See :meth:`Target.files`."""
+        """See :meth:`SaveTarget.files`."""
         return _StoreFiles(object_store(self.path), f"{self.path.path}/{PREFIX}{word}", nbytes)
 
 

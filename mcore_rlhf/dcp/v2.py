@@ -32,7 +32,7 @@ from mcore_rlhf.storage.store import StorePath
 from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 
-from .savings import Ranks, Saving, Stream, begin
+from .savings import NotedStream, Ranks, Saving, begin
 from .targets import target_of
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ class CommittedStorage(Storage):  # type: ignore[misc]
             self._savings[folder] = begin(target_of(final), self._run, overwrite=self._config.overwrite, before=before)
         self._targets[folder] = final
 
-    def stream_write(self, path: Path) -> Stream:
+    def stream_write(self, path: Path) -> NotedStream:
         """A file of the save that goes on."""
         saving, name = self._file(path)
         return saving.stream(name)
 
-    def get_write_stream(self, path: Path, data: object) -> Stream:
+    def get_write_stream(self, path: Path, data: object) -> NotedStream:
         """The same, of which it is known how long it will be."""
         saving, name = self._file(path)
         return saving.stream(name, sum(map(_nbytes, tree_leaves(data))))

@@ -27,7 +27,7 @@ from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication
 from mcore_rlhf.storage.settings import SETTINGS, stores_with
 from mcore_rlhf.storage.upload import StorePublication
 
-from .targets import Files, Target, manifest_of, target_of
+from .targets import Files, SaveTarget, manifest_of, target_of
 
 LOG = log_of("mcore_rlhf.dcp")
 _METADATA = ".metadata"
@@ -87,7 +87,7 @@ class Writer(FileSystemWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
     ) -> None:
-        self._target: Target | None = None
+        self._target: SaveTarget | None = None
         self._fsync, self._settings = fsync, SETTINGS.get()
         super().__init__(
             "",

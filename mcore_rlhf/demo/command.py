@@ -98,7 +98,7 @@ class KillDuringSave:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class Reshaping:
     """How a checkpoint was reshaped.
 
     Args:
@@ -141,7 +141,7 @@ class ProofRow:
     uninterrupted: dict[int, float]
     resumed: dict[int, float]
     exact: bool
-    conversion: Conversion | None
+    conversion: Reshaping | None
     lines: tuple[int, int] | None = None
     apart: float = 0.0
     limit: float = 0.0
@@ -342,7 +342,7 @@ def prove(pool: WorkerPool, place: Path, say: Callable[[str], None], options: Op
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenRun:
     """A run as all its ranks saw it.
 
     Args:
@@ -399,7 +399,7 @@ class Demo:
         )
         return replace(onward, **degrees)  # type: ignore[arg-type]
 
-    def uninterrupted(self) -> Seen:
+    def uninterrupted(self) -> SeenRun:
         """Train without saving anything."""
         self.say(f"training by GRPO at TP2: {END} steps, nothing saved")
         return self._go(replace(self.run, save_interval=0, resume="none", metrics=self.place / "uninterrupted.jsonl"))
@@ -426,7 +426,7 @@ class Demo:
             shutil.rmtree(steps.step_folder(self.run.root, KILLED_AT), ignore_errors=True)  # the save was quicker
         raise StorageError(f"{self.run.root}: {_ATTEMPTS} saves of step {KILLED_AT} were over before the kill came")
 
-    def resumed(self, whole: Seen) -> ProofRow:
+    def resumed(self, whole: SeenRun) -> ProofRow:
         """Go on with the killed run, on new processes, to the end; its metrics are the uninterrupted run's, or not."""
         self.say(f"resuming it: steps {SAVED_AT + 1} to {END}")
         found = self._go(self.run)
@@ -437,12 +437,12 @@ class Demo:
         apart = furthest(whole.log_probs, found.log_probs)
         return ProofRow(layout, tensors, same, whole.losses, found.losses, True, None, (equal, len(expected)), apart)
 
-    def continued(self, how: str, options: Options, actor: Path | None = None) -> Seen:
+    def continued(self, how: str, options: Options, actor: Path | None = None) -> SeenRun:
         """Go on from the saved step, with the actor of another checkpoint where one is given."""
         self.say(f"going on from step {SAVED_AT} {how}: {AFTER} steps")
         return self._go(options, actor)
 
-    def reshaped(self, source: str, target: str, write: WriteOptions) -> tuple[Conversion, Path]:
+    def reshaped(self, source: str, target: str, write: WriteOptions) -> tuple[Reshaping, Path]:
         """Convert the saved actor, optimizer included."""
         self.say(f"mcore-rlhf convert {source} {target} --to megatron --tp {write.tp} --pp {write.pp} --dp {write.dp}")
         step = steps.step_folder(self.run.root, SAVED_AT)
@@ -450,15 +450,15 @@ class Demo:
         started = time.monotonic()
         options = ConvertOptions(read=ReadOptions(), write=write, fsync=False)
         job = convert(source_path, self.place / target, options)
-        return Conversion(job.nbytes, time.monotonic() - started), self.place / target
+        return Reshaping(job.nbytes, time.monotonic() - started), self.place / target
 
     def compared(
         self,
         layout: str,
-        expected: Seen,
+        expected: SeenRun,
         options: Options,
         actor: Path | None = None,
-        conversion: Conversion | None = None,
+        conversion: Reshaping | None = None,
         exact: bool = False,
     ) -> ProofRow:
         """Go on at a layout, and compare."""
@@ -472,9 +472,9 @@ class Demo:
         apart, limit = furthest(expected.log_probs, found.log_probs), 0.0 if exact else expected.limit
         return ProofRow(layout, tensors, equal, expected.losses, found.losses, exact, conversion, lines, apart, limit)
 
-    def _go(self, options: Options, actor: Path | None = None) -> Seen:
+    def _go(self, options: Options, actor: Path | None = None) -> SeenRun:
         root = None if actor is None else str(actor)
         reports = self.pool.run(continuing.go, options, SAVED_AT, root, world_size=WORLD, timeout=_JOB_TIMEOUT)
         log_probs = [report.log_probs["fp64"] for report in reports]
         state = assembled(piece for report in reports for piece in report.pieces)
-        return Seen(reports[0].lines, state, log_probs, reports[0].log_probs["fp32"])
+        return SeenRun(reports[0].lines, state, log_probs, reports[0].log_probs["fp32"])

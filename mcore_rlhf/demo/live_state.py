@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from mcore_rlhf.demo.megatron_checkpoint import model_keys
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.engines.megatron.importing import unwrapped
 
 StateKey = tuple[str, str]
@@ -34,7 +34,7 @@ def coordinates() -> dict[str, int]:
     }
 
 
-def full_state(trainer: Trainer) -> dict[StateKey, torch.Tensor]:
+def full_state(trainer: DemoTrainer) -> dict[StateKey, torch.Tensor]:
     """Copies of all live tensors of this rank's model, by state and name.
 
     The states are ``param``, ``buffer`` (persistent ones, such as the router's bias), and with an optimizer
@@ -56,17 +56,17 @@ def full_state(trainer: Trainer) -> dict[StateKey, torch.Tensor]:
     return state
 
 
-def _prefixes(trainer: Trainer) -> list[str]:
+def _prefixes(trainer: DemoTrainer) -> list[str]:
     keys = model_keys(trainer)
     return [""] if keys == ["model"] else [f"{key}." for key in keys]
 
 
-def _named_parameters(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
+def _named_parameters(trainer: DemoTrainer) -> dict[str, torch.nn.Parameter]:
     chunks = zip(_prefixes(trainer), unwrapped(trainer.chunks), strict=True)
     return {prefix + name: param for prefix, chunk in chunks for name, param in chunk.named_parameters()}
 
 
-def _named_buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
+def _named_buffers(trainer: DemoTrainer) -> dict[str, torch.Tensor]:
     """Tensors of the state dictionary that are no parameters."""
     parameters = _named_parameters(trainer)
     return {

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mcore_rlhf.demo import megatron_args
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.engines.megatron.importing import unwrapped
 from mcore_rlhf.families.megatron.folders import TRACKER
 
 _FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 
 
-def save(trainer: Trainer, root: str | Path) -> Path:
+def save(trainer: DemoTrainer, root: str | Path) -> Path:
     """Write a checkpoint of all ranks.
 
     Args:
@@ -53,7 +53,7 @@ def save(trainer: Trainer, root: str | Path) -> Path:
     return step
 
 
-def load(trainer: Trainer, root: str | Path, *, rng: bool = True) -> int:
+def load(trainer: DemoTrainer, root: str | Path, *, rng: bool = True) -> int:
     """Load the newest checkpoint, as Megatron-LM does on the same layout.
 
     Args:
@@ -117,13 +117,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def model_keys(trainer: Trainer) -> list[str]:
+def model_keys(trainer: DemoTrainer) -> list[str]:
     """The key of each model chunk: ``model``, or ``model0``, ``model1``, … with virtual stages."""
     count = len(trainer.chunks)
     return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
 
 
-def _state(trainer: Trainer) -> dict[str, Any]:
+def _state(trainer: DemoTrainer) -> dict[str, Any]:
     started, consumed = trainer.loaded_iteration, trainer.consumed_train_samples
     state: dict[str, Any] = {
         "args": megatron_args.build(trainer.model, trainer.parallel, trainer.training, started, consumed),
@@ -141,13 +141,13 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def _flops(trainer: Trainer) -> float:
+def _flops(trainer: DemoTrainer) -> float:
     parameters = sum(param.numel() for chunk in trainer.chunks for param in chunk.parameters())
     tokens = trainer.consumed_train_samples * trainer.model.seq_length
     return _FLOPS_PER_PARAMETER_AND_TOKEN * parameters * tokens
 
 
-def _check(trainer: Trainer, saved: Any) -> None:
+def _check(trainer: DemoTrainer, saved: Any) -> None:
     """Compare what Megatron-LM compares."""
     wanted = megatron_args.build(trainer.model, trainer.parallel, trainer.training, 0, 0)
     for name in (
@@ -162,17 +162,17 @@ def _check(trainer: Trainer, saved: Any) -> None:
         assert found == expected, f"{name} is {found} in the checkpoint and {expected} in this run"
 
 
-def _load_model(trainer: Trainer, state: dict[str, Any]) -> None:
+def _load_model(trainer: DemoTrainer, state: dict[str, Any]) -> None:
     for key, chunk in zip(model_keys(trainer), trainer.chunks, strict=True):
         chunk.load_state_dict(state[key], strict=True)
 
 
-def _load_progress(trainer: Trainer, state: dict[str, Any], release: bool) -> None:
+def _load_progress(trainer: DemoTrainer, state: dict[str, Any], release: bool) -> None:
     trainer.iteration = trainer.loaded_iteration = 0 if release else state["iteration"]
     trainer.consumed_train_samples = getattr(state["args"], "consumed_train_samples", 0)
 
 
-def _load_optimizer(trainer: Trainer, state: dict[str, Any], folder: Path) -> None:
+def _load_optimizer(trainer: DemoTrainer, state: dict[str, Any], folder: Path) -> None:
     assert trainer.optimizer is not None
     assert trainer.scheduler is not None
     trainer.optimizer.load_state_dict(state["optimizer"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 StateKey = tuple[str, str]
 """A state (``param``, ``master``, ``exp_avg``, ``exp_avg_sq``) and Megatron's global name of a tensor."""
@@ -35,7 +35,7 @@ class PlacedPiece:
     values: torch.Tensor
 
 
-def pieces(trainer: Trainer) -> Iterator[PlacedPiece]:
+def pieces(trainer: DemoTrainer) -> Iterator[PlacedPiece]:
     """This rank's pieces of all states; a parameter's optimizer states lie where the parameter lies. Every rank calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
     from mcore_rlhf.engines.megatron.importing import unwrapped

@@ -34,7 +34,7 @@ get_standard_config_overrides = getattr(optimizers, "get_standard_config_overrid
 _initialized: dict[str, Parallel] = {}
 
 
-class Trainer:
+class DemoTrainer:
     """A model, its optimizer and its place in the data, on this rank.
 
     ``torch.distributed`` must be initialized with ``parallel.world_size`` ranks; Megatron's process groups are made

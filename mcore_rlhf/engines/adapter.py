@@ -44,7 +44,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 from .base import LiveFile, LiveState, LoadRequest, PreparedLoad, Segment, StateTensor
 from .load import fill_places
 from .plain import FILE, TorchEngine
-from .save import Alive, Memory
+from .save import Alive, MemoryRanges
 from .stateful import Stateful, Undo, no_bytes, refuse_unwritable
 from .until_step import UntilStep
 
@@ -106,7 +106,7 @@ class AdapterEngine:
         """
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
             return LiveState(
-                FORMAT.name, self.layout, (), state_tensors=self._state_tensors(Memory(), self._rest.live(step))
+                FORMAT.name, self.layout, (), state_tensors=self._state_tensors(MemoryRanges(), self._rest.live(step))
             )
         self.adapter.refuse_merged()
         if self._known_base is None:  # it is frozen: once is enough
@@ -117,7 +117,7 @@ class AdapterEngine:
             CONFIG: json.dumps(config, indent=2, sort_keys=True),
             **SavedAdapter(step, BaseModel(self.base_path, self._known_base)).texts(),
         }
-        memory = Memory()
+        memory = MemoryRanges()
         weights, rest = self._weights(memory), self._rest.live(step)
         return LiveState(FORMAT.name, self.layout, (weights, *rest.files), texts, self._state_tensors(memory, rest))
 
@@ -125,12 +125,12 @@ class AdapterEngine:
         """See :class:`~.until_step.Steps`."""
         return self._rest.until_step()
 
-    def _state_tensors(self, memory: Memory, rest: LiveState) -> tuple[StateTensor, ...]:
+    def _state_tensors(self, memory: MemoryRanges, rest: LiveState) -> tuple[StateTensor, ...]:
         """What is trained, the same on all ranks; the base is none of the step's."""
         alive = (Alive(name, PARAM, tensor) for name, tensor in self.adapter.tensors().items())
         return (*memory.counted(alive, f"{self.layout} adapter"), *(rest.state_tensors or ()))
 
-    def _weights(self, memory: Memory) -> LiveFile:
+    def _weights(self, memory: MemoryRanges) -> LiveFile:
         """The widest elements first, then by name, as safetensors lays files out itself."""
         tensors, segments = [], []
         live = self.adapter.tensors()

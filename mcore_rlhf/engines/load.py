@@ -164,7 +164,7 @@ def fill_places(root: ReadablePath, pairs: Iterable[Pair]) -> None:
             have = Chunk(box, place.record, place.start, place.strides)
             want = Chunk(box, slot.record, 0, tuple(tensor.stride()) if _is_dense(tensor) else row_major(shape))
             copies.append(coalesced(shape, have, want))
-    Filling(root, None, FilePlan(LIVE, copies), slots.found).run()
+    LoadExecution(root, None, FilePlan(LIVE, copies), slots.found).run()
 
 
 class Hooks(Protocol):
@@ -257,11 +257,11 @@ class Load(Generic[T]):
         """
         assert self._hooks is not None
         with torch.no_grad():
-            self._hooks.fill(Filling(self.root, self.computed, self.plan, self.slots).run)
+            self._hooks.fill(LoadExecution(self.root, self.computed, self.plan, self.slots).run)
 
 
 @dataclass(slots=True)
-class Filling(Generic[T]):
+class LoadExecution(Generic[T]):
     """Carries out a plan, one window at a time.
 
     Args:

@@ -35,7 +35,7 @@ from .optimizers import (
     matched,
     say_what_is_unknown,
 )
-from .save import Alive, LiveTree, Memory, given_otherwise, makes_its_state, of_module, of_optimizer
+from .save import Alive, LiveTree, MemoryRanges, given_otherwise, makes_its_state, of_module, of_optimizer
 from .stateful import Stateful as Stateful
 from .stateful import Undo, copied, no_bytes, refuse_unsavable, refuse_unwritable, tensors_in
 from .until_step import UntilStep
@@ -84,7 +84,7 @@ class TorchEngine:
         """
         del step
         if len(self.ranks) > 1 and dist.get_rank() != self.ranks[0]:
-            return LiveState("torch", self.layout, (), state_tensors=tuple(self._state_tensors(Memory())))
+            return LiveState("torch", self.layout, (), state_tensors=tuple(self._state_tensors(MemoryRanges())))
         parts = self._parts()
         refuse_unsavable(parts)
         live = LiveTree(FILE)
@@ -92,12 +92,12 @@ class TorchEngine:
         if self.optimizer is not None:
             tree[RECORD] = described(self.optimizer, self.module)
         files = (LiveFile(FILE, self.ranks[:1], tuple(live.segments), Pt.of(tree)),)
-        memory = Memory.of(files, (live,))
+        memory = MemoryRanges.of(files, (live,))
         given = (Alive(name, part, tensor) for part in self._given() for name, tensor in tensors_in(parts[part]))
         alive = (*self._state_tensors(memory), *memory.counted(given), *self._left_out(memory, parts))
         return LiveState("torch", self.layout, files, state_tensors=alive)
 
-    def _left_out(self, memory: Memory, parts: Mapping[str, object]) -> Iterator[StateTensor]:
+    def _left_out(self, memory: MemoryRanges, parts: Mapping[str, object]) -> Iterator[StateTensor]:
         """What an optimizer with code of its own keeps, and gave neither as it is nor in another form: under the same name."""
         if "optimizer" in self._given() and isinstance(getattr(self.optimizer, "state", None), Mapping):
             for tensor in given_otherwise(self._kept(own_form=True), parts["optimizer"]):
@@ -111,7 +111,7 @@ class TorchEngine:
             self.optimizer, lambda held: names.get(id(held), "a parameter of no name"), own_form=own_form
         )
 
-    def _state_tensors(self, memory: Memory) -> Iterator[StateTensor]:
+    def _state_tensors(self, memory: MemoryRanges) -> Iterator[StateTensor]:
         """What the model and the optimizer hold, the same on all ranks."""
         given, module = self._given(), self.module
         if module is not None and "model" not in given:

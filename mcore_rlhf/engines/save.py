@@ -236,14 +236,14 @@ def torch_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 @dataclass(slots=True)
-class Memory:
+class MemoryRanges:
     """The live memory that goes into files, as ranges of addresses by device."""
 
     _ranges: dict[torch.device, list[tuple[int, int]]] = field(default_factory=dict)
     _merged: dict[torch.device, tuple[list[int], list[int]]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, files: Iterable[LiveFile], trees: Iterable[LiveTree] = ()) -> Memory:
+    def of(cls, files: Iterable[LiveFile], trees: Iterable[LiveTree] = ()) -> MemoryRanges:
         """What files are filled from.
 
         Args:

@@ -21,7 +21,7 @@ _LISTED = "crc32 "
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class PlanFingerprint:
     """What decides every byte, as digests; what differs can be named.
 
     Args:
@@ -37,7 +37,7 @@ class Fingerprint:
     release: str = __version__
 
     @classmethod
-    def joined(cls, several: Mapping[str, Fingerprint]) -> Fingerprint:
+    def joined(cls, several: Mapping[str, PlanFingerprint]) -> PlanFingerprint:
         """That of several models, by role, which are published together."""
         if set(several) == {""}:
             return several[""]
@@ -53,7 +53,7 @@ class Fingerprint:
         """All of it, in one word that a file's name can hold."""
         return digest(asdict(self).values())[:16]
 
-    def differs(self, other: Fingerprint) -> str:
+    def differs(self, other: PlanFingerprint) -> str:
         """In what another one is not the same; empty where it is."""
         words = {"source": "another source", "options": "other options", "release": "another release"}
         found = [word for name, word in words.items() if getattr(other, name) != getattr(self, name)]
@@ -67,7 +67,7 @@ class Binding:
     Args:
         root: The source's folder.
         files: Its files, as :func:`identity` has them.
-        options: See :class:`Fingerprint`.
+        options: See :class:`PlanFingerprint`.
         lines: What decides the bytes of the target, a line for each file, and for what is computed.
         computed: Whether values are computed on the way.
     """
@@ -78,10 +78,10 @@ class Binding:
     lines: Sequence[str]
     computed: bool = False
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self) -> PlanFingerprint:
         """Its digests."""
         source = digest(f"{name} {facts}" for name, facts in sorted(self.files.items()))
-        return Fingerprint(source, self.options, digest(self.lines))
+        return PlanFingerprint(source, self.options, digest(self.lines))
 
 
 def digest(texts: Iterable[str]) -> str:

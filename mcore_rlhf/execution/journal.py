@@ -23,7 +23,7 @@ from mcore_rlhf.storage.notes import Notes
 from mcore_rlhf.storage.records import parsed
 from mcore_rlhf.verify.audit import Spans
 
-from .fingerprint import Fingerprint, digest
+from .fingerprint import PlanFingerprint, digest
 
 _VERSION = 3
 _PLAN = "plan"
@@ -58,7 +58,7 @@ class Begun:
     """
 
     journal: int
-    fingerprint: Fingerprint
+    fingerprint: PlanFingerprint
     durable: bool
     boot: str
 
@@ -118,7 +118,7 @@ class Journal(Finished):
     """
 
     notes: Notes = field(kw_only=True)
-    fingerprint: Fingerprint = field(kw_only=True)
+    fingerprint: PlanFingerprint = field(kw_only=True)
     publication: Publication = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Journal(Finished):
         self.notes.say(digest([name])[:16], _Note(name, done))
 
 
-def open_journal(fingerprint: Fingerprint, publication: Publication) -> Journal | None:
+def open_journal(fingerprint: PlanFingerprint, publication: Publication) -> Journal | None:
     """The journal of what is published, with what a killed process did; None where none is kept.
 
     Args:
@@ -165,7 +165,7 @@ def open_journal(fingerprint: Fingerprint, publication: Publication) -> Journal 
         raise
 
 
-def why_not(notes: Notes, fingerprint: Fingerprint) -> str:
+def why_not(notes: Notes, fingerprint: PlanFingerprint) -> str:
     """Why a journal is of no use for a plan; empty where it is.
 
     Args:

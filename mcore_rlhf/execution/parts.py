@@ -29,7 +29,7 @@ from mcore_rlhf.storage.transactions import JOINED
 from mcore_rlhf.storage.upload import StorePublication
 from mcore_rlhf.verify.audit import Pair
 
-from .fingerprint import Fingerprint
+from .fingerprint import PlanFingerprint
 from .journal import Done, Finished
 from .run import Execution, Progress, journal_of, written
 from .work import PlannedTarget, Reading, Work, in_blocks
@@ -174,7 +174,7 @@ def run_part(
     return earlier.files
 
 
-def _asked(conversion: PlannedTarget) -> Fingerprint:
+def _asked(conversion: PlannedTarget) -> PlanFingerprint:
     assert conversion.fingerprint is not None  # who asks for parts asks for it
     return conversion.fingerprint
 
@@ -246,7 +246,7 @@ def were_joined(publication: LocalPublication | StorePublication) -> bool:
     return any(parts.is_joined() for parts in parts_there(publication))
 
 
-def _found(publication: LocalPublication | StorePublication, fingerprint: Fingerprint) -> Parts:
+def _found(publication: LocalPublication | StorePublication, fingerprint: PlanFingerprint) -> Parts:
     """Those parts of a plan that can be joined, or were; where they are several, of which most are done.
 
     Raises:
@@ -268,19 +268,19 @@ def _found(publication: LocalPublication | StorePublication, fingerprint: Finger
     )
 
 
-def _why_foreign(parts: Parts, fingerprint: Fingerprint) -> str:
+def _why_foreign(parts: Parts, fingerprint: PlanFingerprint) -> str:
     if parts.plan == fingerprint.key:
         return "this plan, from before the target was published"
     for _, data in parts.notes.read(_LEDGERS):
         try:
             found = Manifest.from_json(data, str(parts)).report["fingerprint"]
-            return fingerprint.differs(record_of(Fingerprint, found, str(parts)))
+            return fingerprint.differs(record_of(PlanFingerprint, found, str(parts)))
         except (CheckpointError, KeyError):
             continue
     return "another plan"
 
 
-def _ledgers(parts: Parts, fingerprint: Fingerprint) -> dict[PartNumber, Manifest]:
+def _ledgers(parts: Parts, fingerprint: PlanFingerprint) -> dict[PartNumber, Manifest]:
     """What all parts say that they did, and that it is there.
 
     Raises:
@@ -342,7 +342,7 @@ def _changed(parts: Parts, part: PartNumber, ledger: Manifest) -> Problems:
     return problems
 
 
-def _ledger(parts: Parts, part: PartNumber, fingerprint: Fingerprint) -> Manifest | None:
+def _ledger(parts: Parts, part: PartNumber, fingerprint: PlanFingerprint) -> Manifest | None:
     """What a part says that it did; None where it is not done.
 
     Raises:

@@ -19,7 +19,7 @@ from mcore_rlhf.storage.destination import Destination, Publication
 from mcore_rlhf.storage.manifest import FileEntry
 from mcore_rlhf.storage.paths import ReadablePath, human
 from mcore_rlhf.storage.threads import Pool
-from mcore_rlhf.verify.audit import Audit, Ledger, Pair, Watched, read_checksums, read_on
+from mcore_rlhf.verify.audit import Audit, Ledger, Pair, WatchedLedger, read_checksums, read_on
 
 from .fingerprint import digest
 from .journal import Done, Finished, Journal, open_journal
@@ -207,7 +207,7 @@ class Execution:
                 yield done.seen
 
     def _write(self, file: Task, source: SourceBytes, ledger: Ledger, files: dict[str, FileEntry]) -> None:
-        planned, watched = self.work.planned(file), Watched(ledger)
+        planned, watched = self.work.planned(file), WatchedLedger(ledger)
         fsync = self.options.fsync or (self.journal is not None and self.journal.durable)
         with self.to.writer(file.path, planned.layout) as writer:
             records = sorted(planned.records, key=lambda record: writer.offset(record.key))  # in the file's order
@@ -218,7 +218,7 @@ class Execution:
             self.journal.add(file.path, Done(files[file.path], seen=watched.spans))
 
     def _compare(self, block: Block[Pair], audit: Audit, ledger: Ledger) -> None:
-        watched, problems = Watched(ledger), Problems()
+        watched, problems = WatchedLedger(ledger), Problems()
         mine = replace(audit, ledger=watched, problems=problems)
         for pair in block.items():
             self._tick()
@@ -232,7 +232,7 @@ class Execution:
         return self.joins and self.journal is not None and self.journal.done[block.name].compared != _digest(block)
 
     def _read(self, block: Block[Reading], source: SourceBytes, ledger: Ledger) -> None:
-        watched = Watched(ledger)
+        watched = WatchedLedger(ledger)
         for file, key, offset, start, stop in block.items():
             crc = read_on(0, source, self._advance, file, offset + start, offset + stop)
             watched.saw(Record(file, key, UINT8, stop, offset), start, stop - start, crc)

@@ -37,8 +37,8 @@ from mcore_rlhf.storage.transactions import new_transaction
 from mcore_rlhf.storage.urls import checkpoint_path
 from mcore_rlhf.verify.audit import Pair
 
-from .fingerprint import Binding, Fingerprint, changed, digest, told_options
-from .spool import Line, Task, line_of, record_of, told_record, value_of
+from .fingerprint import Binding, PlanFingerprint, changed, digest, told_options
+from .spool import SpoolLine, Task, line_of, record_of, told_record, value_of
 from .work import Block, PlannedTarget, Reading, Work
 
 _VERSION = 1
@@ -51,7 +51,7 @@ _WORK = {"name": str, "root": str, "files": dict, "lines": list, "distrust": str
 """What the head says of every model."""
 
 
-def tail_of(head: Line) -> bytes:
+def tail_of(head: SpoolLine) -> bytes:
     """The last line, which is as long in every plan: where the head stands."""
     text = f'{{"head":[{head.offset:20d},{head.nbytes:20d}]}}'.encode()
     return b"%08x %s\n" % (crc32(text), text)
@@ -115,11 +115,11 @@ class _Written:
     out: BinaryIO
     at: int = 0
 
-    def add(self, line: bytes) -> Line:
+    def add(self, line: bytes) -> SpoolLine:
         """A line; where it stands."""
         self.out.write(line)
         self.at += len(line)
-        return Line(self.at - len(line), len(line))
+        return SpoolLine(self.at - len(line), len(line))
 
 
 def _saved(lines: _Written, number: int, work: Work) -> Iterator[list[Any]]:
@@ -175,7 +175,7 @@ class SavedPlan:
         try:
             self._check(head, source, options)
             works = [self._work(head, number) for number in range(len(head["works"]))]
-            fingerprint, space = Fingerprint(**head["fingerprint"]), head["space"]
+            fingerprint, space = PlanFingerprint(**head["fingerprint"]), head["space"]
             _expect(type(space) is int and all(type(one) is str for one in asdict(fingerprint).values()))
             return PlannedTarget(works, Manifest({}), fingerprint=fingerprint, space=space)
         except _WRONG as error:
@@ -188,8 +188,8 @@ class SavedPlan:
         with opened(self.path) as file:
             nbytes = file.nbytes
         try:
-            place = self._line(Line(nbytes - _TAIL_NBYTES, _TAIL_NBYTES))["head"]
-            head = self._line(Line(*place))
+            place = self._line(SpoolLine(nbytes - _TAIL_NBYTES, _TAIL_NBYTES))["head"]
+            head = self._line(SpoolLine(*place))
             version = head["plan"]
         except _WRONG as error:
             raise self._damaged("what stands at its end is not a plan's") from error
@@ -200,15 +200,15 @@ class SavedPlan:
             )
         return dict(head)
 
-    def read(self, place: Line) -> bytes:
-        """See :class:`.spool.Lines`."""
+    def read(self, place: SpoolLine) -> bytes:
+        """See :class:`.spool.SpoolLines`."""
         with opened(self.path) as file:
             offset, nbytes = place
             if type(offset) is not int or type(nbytes) is not int or not 0 <= offset <= offset + nbytes <= file.nbytes:
                 raise self._damaged(f"has no line at {offset}")
             return file.read(offset, nbytes)
 
-    def _line(self, place: Line) -> Any:
+    def _line(self, place: SpoolLine) -> Any:
         """What a line says."""
         try:
             return value_of(self.read(place))
@@ -239,8 +239,8 @@ class SavedPlan:
             raise Corrupt(
                 f"{self.path}: the source has changed since the plan was saved: {'; '.join(found[:_SHOWN])}{more}\nSave it again."
             )
-        layouts = {work["name"]: Fingerprint("", "", digest(work["lines"])) for work in head["works"]}
-        if Fingerprint.joined(layouts).layouts != head["fingerprint"]["layouts"]:
+        layouts = {work["name"]: PlanFingerprint("", "", digest(work["lines"])) for work in head["works"]}
+        if PlanFingerprint.joined(layouts).layouts != head["fingerprint"]["layouts"]:
             raise self._damaged("its files are not those of its fingerprint")
 
     def _check_root(self, root: str, source: str) -> None:
@@ -264,10 +264,10 @@ class SavedPlan:
         for kind, name, nbytes, offset, length, whole in tasks:
             if kind == "write":
                 _expect((str(nbytes), whole) in lines)
-                files.append(Task(canonical(name, self.path), nbytes, Line(offset, length), whole))
+                files.append(Task(canonical(name, self.path), nbytes, SpoolLine(offset, length), whole))
         compared, readings = (
             [
-                Block(name, nbytes, partial(self._items, of, name, Line(offset, length)))
+                Block(name, nbytes, partial(self._items, of, name, SpoolLine(offset, length)))
                 for kind, name, nbytes, offset, length, _ in tasks
                 if kind == what
             ]
@@ -278,7 +278,7 @@ class SavedPlan:
             told["distrust"], told["nbytes"], readings=readings,
         )  # fmt: skip
 
-    def _items(self, of: type[Any], name: str, place: Line) -> Sequence[Any]:
+    def _items(self, of: type[Any], name: str, place: SpoolLine) -> Sequence[Any]:
         try:
             told = self._line(place)
             items = _items_of(of, told)

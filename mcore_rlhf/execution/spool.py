@@ -34,7 +34,7 @@ _LONGEST = 1 << 63
 _COLUMNS = (("movement", "<i4"), ("source", "<i4"), ("source_start", "<i8"), ("target", "<i4"), ("target_start", "<i8"))
 
 
-class Line(NamedTuple):
+class SpoolLine(NamedTuple):
     """Where a line stands.
 
     Args:
@@ -57,7 +57,7 @@ class Task(NamedTuple):
 
     path: str
     nbytes: int
-    place: Line
+    place: SpoolLine
     digest: str
 
     @property
@@ -80,10 +80,10 @@ class PlannedFile:
         return self.container.layout(self.plan.file)
 
 
-class Lines(Protocol):
+class SpoolLines(Protocol):
     """Where lines stand."""
 
-    def read(self, place: Line) -> bytes:
+    def read(self, place: SpoolLine) -> bytes:
         """Bytes of it."""
         ...
 
@@ -112,12 +112,12 @@ class Spool:
     def __init__(self) -> None:
         self._lines = Scratch(_IN_MEMORY)
 
-    def add(self, line: bytes) -> Line:
+    def add(self, line: bytes) -> SpoolLine:
         """A further line; where it stands."""
-        return Line(self._lines.add(line), len(line))
+        return SpoolLine(self._lines.add(line), len(line))
 
-    def read(self, place: Line) -> bytes:
-        """See :class:`Lines`."""
+    def read(self, place: SpoolLine) -> bytes:
+        """See :class:`SpoolLines`."""
         return self._lines.read(*place)
 
     def write(self, planned: PlannedFile) -> Task:
@@ -131,7 +131,7 @@ class Spool:
         return Task(planned.plan.file, nbytes, self.add(line), hashlib.sha256(line).hexdigest())
 
 
-def planned_file(lines: Lines, task: Task) -> PlannedFile:
+def planned_file(lines: SpoolLines, task: Task) -> PlannedFile:
     """A file as it was planned.
 
     Raises:

@@ -17,8 +17,8 @@ from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.verify.audit import Pair
 
-from .fingerprint import Fingerprint
-from .spool import Lines, PlannedFile, Task, planned_file
+from .fingerprint import PlanFingerprint
+from .spool import PlannedFile, SpoolLines, Task, planned_file
 
 _BLOCK_NBYTES = 64 << 20
 """Pairs are compared, dealt out and noted as done in blocks of about so many bytes."""
@@ -96,7 +96,7 @@ class Work:
 
     name: str
     files: Sequence[Task]
-    lines: Lines
+    lines: SpoolLines
     compared: Callable[[Problems], Iterable[Block[Pair]]]
     stored: Callable[[], Sequence[StoredFile]]
     source: Callable[[], AbstractContextManager[SourceBytes]]
@@ -147,7 +147,7 @@ class PlannedTarget:
     manifest: Manifest
     known: Mapping[str, Known] = field(default_factory=dict)
     sums: Mapping[str, Sums] = field(default_factory=dict)
-    fingerprint: Fingerprint | None = None
+    fingerprint: PlanFingerprint | None = None
     space: int = 0
 
     def put_known(self, to: Destination, written: Mapping[str, FileEntry]) -> dict[str, FileEntry]:

@@ -22,7 +22,7 @@ from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.core.facts import Fate, Inventory, Rule
 from mcore_rlhf.errors import UsageError
 from mcore_rlhf.storage import reading
-from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.leftovers import CarriedFiles
 from mcore_rlhf.storage.stored import Stub, new_stub
 from mcore_rlhf.suggestions import hub_name
 
@@ -250,7 +250,7 @@ def read_config(folder: str) -> dict[str, object]:
     return config
 
 
-def config_in(carried: Carried) -> dict[str, object]:
+def config_in(carried: CarriedFiles) -> dict[str, object]:
     """The model's description among the files; empty where there is none, or where it is none."""
     path, text = carried.files.get(CONFIG), carried.texts.get(CONFIG)
     try:

@@ -140,12 +140,12 @@ def _dequantize(p: Passage) -> Source:
 
 
 def _merge(p: Passage) -> Source:
-    from .lora.merging import Beside, merged
+    from .lora.merging import BesideAdapter, merged
 
     def base(write: WriteOptions) -> Source:
         assert p.open is not None  # whoever merges gives it
         reading = ReadOptions(rules=p.read.rules, stubs=p.read.stubs, optimizer=False)
-        return crossed(p.open(Path(str(write.base_model)).expanduser(), reading), Beside(), write)
+        return crossed(p.open(Path(str(write.base_model)).expanduser(), reading), BesideAdapter(), write)
 
     p.whole, seen, p.write = merged(p.source, p.write, base)
     return seen

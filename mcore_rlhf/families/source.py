@@ -14,7 +14,7 @@ from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Rule, Values
 from mcore_rlhf.errors import CheckpointError, Unsupported
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.models.spec import ModelSpec
-from mcore_rlhf.storage.leftovers import Carried, Leftover
+from mcore_rlhf.storage.leftovers import CarriedFiles, Leftover
 from mcore_rlhf.storage.paths import ReadablePath, absolute
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.urls import open_files
@@ -305,7 +305,7 @@ class Source:
     parity: bool = True
     unread: str = ""
     refused: type[CheckpointError] = Unsupported
-    carried: Carried | None = None
+    carried: CarriedFiles | None = None
     of_run: tuple[Leftover, ...] = ()
     moved: Mapping[Item, Item] = field(default_factory=dict)
     unplaced: tuple[str, ...] = ()

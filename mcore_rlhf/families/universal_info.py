@@ -17,7 +17,7 @@ from typing import Any
 
 from mcore_rlhf.core.catalog import Box, Shape, row_major
 from mcore_rlhf.errors import LayoutMismatch, Problems, Unsupported, Untrusted, shown
-from mcore_rlhf.layouts.tensor import LocalLayout, Piece, Shard, global_shape_of, local_layout
+from mcore_rlhf.layouts.tensor import LocalLayout, Shard, ViewPiece, global_shape_of, local_layout
 from mcore_rlhf.models.spec import COLUMN, GATED, REPLICATED, ROW, VOCABULARY, Partition, Rules
 
 INFO = "universal_checkpoint_info"
@@ -227,14 +227,14 @@ def _affine_cut(name: str, stored: Mapping[str, Any], shapes: Sequence[Shape]) -
     return CutTensor(Partition(cut[0]) if cut else REPLICATED, whole, tuple(layouts))
 
 
-def _affine_pieces(name: str, pieces: Sequence[Mapping[str, Any]], whole: Shape, local: Shape) -> Iterator[Piece]:
+def _affine_pieces(name: str, pieces: Sequence[Mapping[str, Any]], whole: Shape, local: Shape) -> Iterator[ViewPiece]:
     for piece in pieces:
         shape = tuple(map(int, piece["shape"]))
         source, dest = piece["source"], piece["dest"]
         plain = tuple(source[1]) == row_major(whole) and tuple(dest[1]) == row_major(local)
         if not plain or piece.get("scale", 1.0) != 1.0:
             raise Unsupported(f"{name}: its affine_map is no set of plain boxes ({dict(piece)})")
-        yield Piece(Box(_unravel(int(source[0]), whole), shape), _unravel(int(dest[0]), local))
+        yield ViewPiece(Box(_unravel(int(source[0]), whole), shape), _unravel(int(dest[0]), local))
 
 
 def _unravel(offset: int, shape: Shape) -> Shape:

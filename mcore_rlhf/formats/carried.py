@@ -27,7 +27,15 @@ from mcore_rlhf.families.sidecar import STATE, UNHELD, FormerFamily, Sidecar, si
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.families.trainer_counters import COUNTED, STEP, NewCounters, read_counters
 from mcore_rlhf.families.trainer_files import ROWS, RunFiles, new_states, of_ranks, rng_item
-from mcore_rlhf.storage.leftovers import OPTIMIZER, Carried, Leftover, leftovers, look_into, of_trainer, reason_of_name
+from mcore_rlhf.storage.leftovers import (
+    OPTIMIZER,
+    CarriedFiles,
+    Leftover,
+    leftovers,
+    look_into,
+    of_trainer,
+    reason_of_name,
+)
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pieces import DESCRIBED, PIECES_INDEX
 from mcore_rlhf.storage.pt import read_pt
@@ -76,7 +84,9 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         inner = (
             DESCRIBED if (source.root / DESCRIBED / CONFIG).is_file() and not (source.root / CONFIG).is_file() else ""
         )
-        return replace(source, carried=Carried(source.root, found, of_model=True, inner=place.rstrip("/") or inner))
+        return replace(
+            source, carried=CarriedFiles(source.root, found, of_model=True, inner=place.rstrip("/") or inner)
+        )
     tokenizer = (_TOKENIZER,) if known is not None and known.tokenizer_beside else ()
     folder = _folder_of(source, (FOLDER, _VERL, SPLIT_WEIGHTS, DESCRIBED, *tokenizer))
     if folder is not None:
@@ -85,7 +95,7 @@ def with_carried(source: Source, known: Format | None, stubs: Sequence[str]) -> 
         index += [
             file.name for file in weights if source.root / file.parent == folder
         ]  # in which the weights themselves lie
-        carried: Carried | None = Carried(folder, leftovers(folder, index, stubs))
+        carried: CarriedFiles | None = CarriedFiles(folder, leftovers(folder, index, stubs))
     else:
         carried = (
             _beside_the_tag(source, stubs) if known is not None and known.tags else _beside_the_iteration(source, stubs)
@@ -339,7 +349,7 @@ def _folder_of(source: Source, names: Sequence[str]) -> ReadablePath | None:
     return beside if source.root.name == INNER and beside.is_dir() else None
 
 
-def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
+def _beside_the_tag(source: Source, stubs: Sequence[str]) -> CarriedFiles | None:
     """What a trainer leaves beside the tag of a DeepSpeed run: config, tokenizer, what a script has registered.
 
     Sources: transformers 5.23.0, ``trainer.py`` (``_save_checkpoint``); accelerate 1.15.0, ``accelerator.py`` (``save_state``).
@@ -353,10 +363,10 @@ def _beside_the_tag(source: Source, stubs: Sequence[str]) -> Carried | None:
     found = [i for i in leftovers(source.root, own, stubs) if PurePosixPath(i.path).parts[0] not in tags]
     if not described and row is not None:  # a folder of states alone: nothing in it is the model's
         found = [item for item in found if row.registered and PurePosixPath(item.path).match(row.registered)]
-    return Carried(source.root, tuple(found)) if found else None
+    return CarriedFiles(source.root, tuple(found)) if found else None
 
 
-def _beside_the_iteration(source: Source, stubs: Sequence[str]) -> Carried | None:
+def _beside_the_iteration(source: Source, stubs: Sequence[str]) -> CarriedFiles | None:
     """What ms-swift leaves beside the only iteration of a step: its settings, the model as Hugging Face has it, tokenizer and weights."""
     megatron = MegatronState.of(source)
     located = None if megatron is None else megatron.located
@@ -368,7 +378,7 @@ def _beside_the_iteration(source: Source, stubs: Sequence[str]) -> Carried | Non
     found = [
         item for item in leftovers(located.root, own, stubs) if not item.path.startswith(f"{located.folder.name}/")
     ]
-    return Carried(located.root, tuple(found))
+    return CarriedFiles(located.root, tuple(found))
 
 
 def _tags(source: Source) -> set[str]:

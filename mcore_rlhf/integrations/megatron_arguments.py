@@ -239,7 +239,7 @@ def _model(path: Path, iteration: Path, release: bool) -> LoadSource:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trained:
+class ScriptObjects:
     """What a script hands to Megatron-LM's functions.
 
     Args:
@@ -257,7 +257,7 @@ class Trained:
         """The model chunks."""
         return [self.model] if isinstance(self.model, torch.nn.Module) else list(self.model)
 
-    def is_same(self, other: Trained) -> bool:
+    def is_same(self, other: ScriptObjects) -> bool:
         """Whether both are the same live objects."""
         mine, theirs = [(*one.chunks, one.optimizer, one.scheduler) for one in (self, other)]
         return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_rlhf.engines.megatron.engine import MegatronEngine
 
-from .megatron_arguments import Trained
+from .megatron_arguments import ScriptObjects
 
 
 class ScriptEngine(MegatronEngine):
@@ -25,7 +25,7 @@ class ScriptEngine(MegatronEngine):
     """
 
     def __init__(
-        self, trained: Trained, args: Callable[[], Any], further: Callable[[], Mapping[str, object]] | None = None
+        self, trained: ScriptObjects, args: Callable[[], Any], further: Callable[[], Mapping[str, object]] | None = None
     ) -> None:
         saves = further is not None
         bare = saves and bool(getattr(args(), "no_save_optim", False))

@@ -33,7 +33,7 @@ from mcore_rlhf.manager.rlhf.state import RlhfState
 from mcore_rlhf.manager.run.options import ManagerOptions
 from mcore_rlhf.manager.run.snapshot import Data
 
-from .megatron_arguments import Trained, agreed_source, find, has_steps, refuse_unsupported
+from .megatron_arguments import ScriptObjects, agreed_source, find, has_steps, refuse_unsupported
 from .megatron_session import Session, SessionChoices
 from .seam import temporarily
 
@@ -236,8 +236,8 @@ class DropIn:
 _installed: list[DropIn] = []
 
 
-def _trained(model: Any, call: dict[str, Any]) -> Trained:
-    return Trained(model, call["optimizer"], call["opt_param_scheduler"])
+def _trained(model: Any, call: dict[str, Any]) -> ScriptObjects:
+    return ScriptObjects(model, call["optimizer"], call["opt_param_scheduler"])
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, Retention
 from mcore_rlhf.manager.run.rng import captured, put_back
 from mcore_rlhf.manager.run.snapshot import Data
 
-from .megatron_arguments import LoadSource, Trained, comparable, refuse_modelopt, refuse_unsupported
+from .megatron_arguments import LoadSource, ScriptObjects, comparable, refuse_modelopt, refuse_unsupported
 
 if TYPE_CHECKING:
     from .megatron_engine import ScriptEngine
@@ -52,11 +52,11 @@ class Session:
     def __init__(self, training: Any, choices: SessionChoices) -> None:
         self.training, self.choices = training, choices
         self._manager: CheckpointManager | None = None
-        self._trained: Trained | None = None
+        self._trained: ScriptObjects | None = None
         self._further: dict[str, object] = {}
         self._uncompacted: int | None = None
 
-    def open(self, trained: Trained) -> CheckpointManager:
+    def open(self, trained: ScriptObjects) -> CheckpointManager:
         """The manager of ``--save``, opened for these live objects. Collective where it is not open yet.
 
         Raises:
@@ -90,7 +90,7 @@ class Session:
         if manager is not None:
             self._compacting(manager.close)
 
-    def save(self, trained: Trained, call: Call) -> None:
+    def save(self, trained: ScriptObjects, call: Call) -> None:
         """``save_checkpoint``.
 
         Raises:
@@ -139,7 +139,7 @@ class Session:
         asynchronous = self.choices.asynchronous or bool(getattr(args, "async_save", False))
         return replace(self.choices.options, asynchronous=asynchronous, keep=keep, catch_signals=False)
 
-    def load(self, trained: Trained, source: LoadSource) -> tuple[int, float]:
+    def load(self, trained: ScriptObjects, source: LoadSource) -> tuple[int, float]:
         """``load_checkpoint``, of what :func:`~.megatron_arguments.agreed_source` found.
 
         Returns:
@@ -166,7 +166,7 @@ class Session:
         training.print_rank_0("\n    ".join([f"  loaded {resumed.path} at iteration {iteration}", *lines]))
         return iteration, engine.further(COUNTER, 0)
 
-    def _loaded(self, engine: ScriptEngine, trained: Trained, source: LoadSource, goes_on: bool) -> Resumed:
+    def _loaded(self, engine: ScriptEngine, trained: ScriptObjects, source: LoadSource, goes_on: bool) -> Resumed:
         args, choices = self.training.get_args(), self.choices
         # a script that hands over neither optimizer nor scheduler wants weights, not its run back
         whole = goes_on and (trained.optimizer is not None or trained.scheduler is not None)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, cast, get_args
 import pytest
 
 if TYPE_CHECKING:
-    from mcore_rlhf.manager.prove.check import Outcome
+    from mcore_rlhf.manager.prove.check import CheckOutcome
 
 _PLACES = ("dir", "steps", "resume", "metrics", "again")
 
@@ -54,7 +54,7 @@ class ResumeChecker:
         ignore: Sequence[str] = (),
         stubs: Sequence[str] = (),
         environment: bool = False,
-    ) -> Outcome:
+    ) -> CheckOutcome:
         """Run the trainer, run it again, kill it, resume it, and compare; see ``docs/how-to/prove-that-resume-is-exact.md``.
 
         Args:
@@ -122,7 +122,7 @@ def _words(command: Sequence[str] | CommandMaker) -> list[str]:
     )
 
 
-def _why(outcome: Outcome, folder: Path) -> str:
+def _why(outcome: CheckOutcome, folder: Path) -> str:
     """What a failed check says: the first difference by name and step, what explains it, and where the rest lies."""
     from mcore_rlhf.manager.prove.check import SAYS
 

@@ -20,7 +20,7 @@ LOAD_FORMAT = "mcore_rlhf"
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
+class LoaderExtra:
     """``model_loader_extra_config``.
 
     Args:
@@ -36,7 +36,7 @@ class Extra:
     reference_config: str | None = None
 
     @classmethod
-    def of(cls, given: object) -> Extra:
+    def of(cls, given: object) -> LoaderExtra:
         """Understand what the user gave.
 
         Raises:
@@ -63,7 +63,7 @@ def register() -> None:
 
         def __init__(self, load_config: Any) -> None:
             super().__init__(load_config)
-            self.extra = Extra.of(load_config.model_loader_extra_config)
+            self.extra = LoaderExtra.of(load_config.model_loader_extra_config)
 
         def download_model(self, model_config: Any) -> None:
             """Nothing: weights are read where they lie."""

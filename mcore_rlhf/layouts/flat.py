@@ -47,7 +47,7 @@ class BufferRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FlatPlace:
     """Where a parameter lies.
 
     Args:
@@ -76,7 +76,7 @@ class FlatBuffer:
         numel_unpadded: Elements in the file.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[FlatPlace, ...]
     numel: int
     numel_unpadded: int
 
@@ -111,7 +111,7 @@ def bucket_rules(
     return BufferRules(bucket_size or max(40_000_000, 1_000_000 * default_dp), divisor)
 
 
-class Filling(NamedTuple):
+class BufferFill(NamedTuple):
     """How far a buffer is filled.
 
     Args:
@@ -133,18 +133,18 @@ class Filling(NamedTuple):
         """Elements in the file, if nothing more comes."""
         return self.closed_numel + (self.start - self.bucket_start if self.is_open else 0)
 
-    def closed(self, rules: BufferRules) -> Filling:
+    def closed(self, rules: BufferRules) -> BufferFill:
         """The same with its bucket closed."""
         end = _round_up(self.start, rules.divisor)
-        return Filling(end, end, self.closed_numel + self.start - self.bucket_start, self.bucket + 1)
+        return BufferFill(end, end, self.closed_numel + self.start - self.bucket_start, self.bucket + 1)
 
-    def placing(self, param: BufferParam, rules: BufferRules) -> tuple[Place, Filling]:
+    def placing(self, param: BufferParam, rules: BufferRules) -> tuple[FlatPlace, BufferFill]:
         """Where the next parameter lies, and how far the buffer is filled with it."""
         at = self._replace(start=_round_up(self.start, PARAM_ALIGNMENT))
         if param.shared_embedding and at.is_open:
             at = at.closed(rules)
         in_file = at.closed_numel + at.start - at.bucket_start
-        place = Place(param.name, param.numel, at.start, in_file, at.bucket)
+        place = FlatPlace(param.name, param.numel, at.start, in_file, at.bucket)
         after = at._replace(start=at.start + param.numel, is_open=True)
         full = rules.bucket_size is not None and after.start - after.bucket_start >= rules.bucket_size
         return place, after.closed(rules) if full or param.shared_embedding else after
@@ -157,7 +157,7 @@ def flat_buffer(params: Sequence[BufferParam], rules: BufferRules) -> FlatBuffer
         params: In registration order.
         rules: Where buckets end.
     """
-    places, filling = list[Place](), Filling()
+    places, filling = list[FlatPlace](), BufferFill()
     for param in reversed(params):
         place, filling = filling.placing(param, rules)
         places.append(place)

@@ -27,7 +27,7 @@ WHOLE = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ViewPiece:
     """``box`` of the whole tensor lies at ``offset`` of the local view, with the same shape."""
 
     box: Box
@@ -48,7 +48,7 @@ class LocalLayout:
 
     shape: Shape
     view: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ViewPiece, ...]
     strides: Shape = field(init=False, compare=False)
     cut: Cut = field(init=False, compare=False)
 
@@ -64,7 +64,7 @@ class LocalLayout:
 
 def whole_layout(shape: Shape) -> LocalLayout:
     """The layout of a rank that has a whole tensor."""
-    return LocalLayout(shape, shape, (Piece(Box.whole(shape), (0,) * len(shape)),))
+    return LocalLayout(shape, shape, (ViewPiece(Box.whole(shape), (0,) * len(shape)),))
 
 
 @lru_cache(maxsize=4096)  # layers and experts are cut alike, and so are the states of each
@@ -85,7 +85,7 @@ def local_layout(partition: Partition, global_shape: Shape, split: Shard, stack:
         view[0] = _divided(global_shape[0], stack.degree, "experts", "expert-parallel ranks")
         origin[0] = stack.rank * view[0]
     if partition.dim is None:
-        pieces: tuple[Piece, ...] = (Piece(Box(tuple(origin), tuple(view)), (0,) * len(view)),)
+        pieces: tuple[ViewPiece, ...] = (ViewPiece(Box(tuple(origin), tuple(view)), (0,) * len(view)),)
     else:
         pieces = _split_pieces(partition, global_shape, view, origin, split)
     return LocalLayout(_stored_shape(partition, tuple(view)), tuple(view), pieces)
@@ -93,7 +93,7 @@ def local_layout(partition: Partition, global_shape: Shape, split: Shard, stack:
 
 def _split_pieces(
     partition: Partition, global_shape: Shape, view: list[int], origin: list[int], split: Shard
-) -> tuple[Piece, ...]:
+) -> tuple[ViewPiece, ...]:
     """One piece per block; sets the local extent of the cut dimension in ``view``."""
     dim = partition.dim
     assert dim is not None
@@ -104,7 +104,7 @@ def _split_pieces(
     for (_, size), part in zip(blocks, cut, strict=True):
         box_start, shape, offset = list(origin), list(view), [0] * len(view)
         box_start[dim], shape[dim], offset[dim] = first + split.rank * part, part, start
-        pieces.append(Piece(Box(tuple(box_start), tuple(shape)), tuple(offset)))
+        pieces.append(ViewPiece(Box(tuple(box_start), tuple(shape)), tuple(offset)))
         first, start = first + size, start + part
     return tuple(pieces)
 

@@ -1,7 +1,7 @@
 """How ZeRO cuts the parameters of one optimizer group over data-parallel ranks: one relation, for reading and for writing.
 
 Stages 1 and 2 put a group's parameters one after the other and cut the whole into equal partitions; stage 3 cuts every
-parameter by itself. Both say where the elements of a parameter lie with the same :class:`Run`.
+parameter by itself. Both say where the elements of a parameter lie with the same :class:`PartitionRun`.
 
 Source: deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` (``__init__``, ``_round_robin_reorder``),
 ``runtime/bf16_optimizer.py`` (``_flatten_dense_tensors_aligned``), ``runtime/zero/partition_parameters.py``
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PartitionRun:
     """Consecutive elements of one flattened parameter that one rank holds.
 
     Args:
@@ -75,7 +75,7 @@ class FlatGroup:
         """How many elements at the end of a rank's partition are padding."""
         return min(self.length(), max(0, (rank + 1) * self.length() - self.numel))
 
-    def run(self, index: int, rank: int) -> Run | None:
+    def run(self, index: int, rank: int) -> PartitionRun | None:
         """What one rank holds of one parameter, or None.
 
         Args:
@@ -85,9 +85,9 @@ class FlatGroup:
         first, low = self.offsets[index], rank * self.length()
         start = max(first, low)
         stop = min(first + self.numels[index], low + self.length())
-        return Run(rank, start - first, start - low, stop - start) if start < stop else None
+        return PartitionRun(rank, start - first, start - low, stop - start) if start < stop else None
 
-    def runs(self, index: int) -> Iterator[Run]:
+    def runs(self, index: int) -> Iterator[PartitionRun]:
         """Where one parameter lies, in order.
 
         Args:
@@ -140,16 +140,16 @@ class BorderGroup:
         held = self.held(rank)
         return self.offsets[held.stop] - self.offsets[held.start] if held else 0
 
-    def run(self, index: int, rank: int) -> Run | None:
+    def run(self, index: int, rank: int) -> PartitionRun | None:
         """What one rank keeps of one parameter: all of it, or what is its own, or nothing; see :meth:`FlatGroup.run`."""
         held, part = self.held(rank), self.flat.run(index, rank)
         if part is None:
             return None
         at = self.offsets[index] - self.offsets[held.start]
         return (
-            Run(rank, part.start, at + part.start, part.numel)
+            PartitionRun(rank, part.start, at + part.start, part.numel)
             if self.own
-            else Run(rank, 0, at, self.flat.numels[index])
+            else PartitionRun(rank, 0, at, self.flat.numels[index])
         )
 
 
@@ -178,14 +178,14 @@ class SlicedGroup:
         """Always 0: the padding of slices is between them, and is stored."""
         return 0
 
-    def run(self, index: int, rank: int) -> Run | None:
+    def run(self, index: int, rank: int) -> PartitionRun | None:
         """What one rank holds of one parameter, or None; see :meth:`FlatGroup.run`."""
         numel = self.numels[index]
         start = rank * slice_numel(numel, self.dp)
         held = min(slice_numel(numel, self.dp), numel - start)
-        return Run(rank, start, self.offsets[index], held) if held > 0 else None
+        return PartitionRun(rank, start, self.offsets[index], held) if held > 0 else None
 
-    def runs(self, index: int) -> Iterator[Run]:
+    def runs(self, index: int) -> Iterator[PartitionRun]:
         """Where one parameter lies, in order; see :meth:`FlatGroup.runs`."""
         for rank in range(self.dp):
             run = self.run(index, rank)

@@ -12,7 +12,7 @@ from mcore_rlhf.convert import Job, convert, joins_run, prepare, publication_of,
 from mcore_rlhf.core.account import Account, Report
 from mcore_rlhf.core.facts import Facts, Fate, Item, Kind, Reason
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
-from mcore_rlhf.execution.fingerprint import Binding, Fingerprint, digest, identity
+from mcore_rlhf.execution.fingerprint import Binding, PlanFingerprint, digest, identity
 from mcore_rlhf.execution.parts import finish, run_part, were_joined
 from mcore_rlhf.execution.run import Progress, publish
 from mcore_rlhf.execution.saved import SavedPlan, write_plan
@@ -53,7 +53,7 @@ from .run.checks import check_calls, check_values
 from .run.retention import left_behind
 from .run.steps import NOTE, RNG_FILE
 from .run_data import add_position, say_what_was_counted, settle_data
-from .run_sides import Beside, add_beginning, add_counters, add_made, add_progress, say_what_is_gone
+from .run_sides import BesideModels, add_beginning, add_counters, add_made, add_progress, say_what_is_gone
 from .runs import manifest_of, run_at
 from .subject import Subject
 
@@ -122,7 +122,7 @@ def prepare_step(source: Subject, options: ConvertOptions, *, by_parts: bool = F
     if not step.models:
         raise Unsupported(f"{step.folder}: none of its models is in a format that can be converted")
     left_out = [role for role in source.models if role and role not in step.models]
-    around = Beside() if trainer is None else beside(step, trainer, left_out)
+    around = BesideModels() if trainer is None else beside(step, trainer, left_out)
     problems, jobs, trained = _unfit_values(step), dict[str, Job](), 0
     for number, (role, folder) in enumerate(step.models.items()):
         asked = trainer if trainer is not None and role == next(iter(step.models)) else None
@@ -479,12 +479,12 @@ def conversion_of(job: StepJob, options: ConvertOptions) -> PlannedTarget:
     return PlannedTarget(works, manifest, known, sums, _fingerprint(job), job.nbytes)
 
 
-def _fingerprint(job: StepJob) -> Fingerprint | None:
+def _fingerprint(job: StepJob) -> PlanFingerprint | None:
     """That of all models, and of what is carried beside them."""
     told = bindings_of(job)
     if told is None:
         return None
-    joined = Fingerprint.joined({role: one.fingerprint() for role, one in told.items()})
+    joined = PlanFingerprint.joined({role: one.fingerprint() for role, one in told.items()})
     beside = _beside(job)
     return replace(joined, source=digest([joined.source, *(f"{name} {facts}" for name, facts in beside.items())]))
 

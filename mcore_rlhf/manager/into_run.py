@@ -31,7 +31,7 @@ from mcore_rlhf.trainers.known import TRAINERS, counted_by, trainer_named
 from mcore_rlhf.trainers.table import RANDOM, Trainer
 
 from .run_data import DATA, add_data, data_of_ours, instead_of_loader, take_position, wants_loader
-from .run_sides import Beside, known_of, unsaid_of
+from .run_sides import BesideModels, known_of, unsaid_of
 from .runs import TrainerRun, TrainerStep, run_at, step_at
 from .subject import Subject, as_whole, former_of
 
@@ -233,7 +233,7 @@ def shift_into(source: Subject, trainer: Trainer) -> int:
     return (0 if found is None else found.trainer.ahead) - trainer.ahead
 
 
-def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside:
+def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> BesideModels:
     """What goes along: the position in the data under the trainer's own name, and all else where the run was this trainer's before.
 
     Args:
@@ -241,7 +241,7 @@ def beside(source: Subject, trainer: Trainer, left_out: Iterable[str]) -> Beside
         trainer: Whose run it goes into.
         left_out: Roles of models that the trainer does not have.
     """
-    found, before = Beside(), former_of(source)
+    found, before = BesideModels(), former_of(source)
     data = data_of_ours(source) if before is None else before.data
     for name in source.others:
         item = Item(Kind.FILE, name)
@@ -276,7 +276,7 @@ def _in_its_root(source: Subject) -> list[str]:
     return [name for name in names if step is not None and is_there(beneath(step.folder.parent, name))]
 
 
-def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, name: str, found: Beside) -> bool:
+def _is_as_it_was(source: Subject, trainer: Trainer, before: Trainer | None, name: str, found: BesideModels) -> bool:
     """Whether a file lies in a step of ours as the trainer's own run, of that step where it has but one, had it."""
     if not trainer.in_place:
         return before is None and name in trainer.marks
@@ -322,7 +322,7 @@ def numbered(source: Subject, options: ConvertOptions, trainer: Trainer | None) 
     return step, replace(options, write=replace(options.write, run_of=run)), done
 
 
-def values_of(found: Beside, trainer: Trainer, step: int, opened: Source) -> dict[str, object]:
+def values_of(found: BesideModels, trainer: Trainer, step: int, opened: Source) -> dict[str, object]:
     """What the trainer asks for among its first model's values, where the source has none of its own.
 
     Args:

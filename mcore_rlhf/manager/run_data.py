@@ -24,7 +24,7 @@ from mcore_rlhf.trainers.table import STEP, Trainer
 from mcore_rlhf.trainers.torchdata import astray
 
 from .rlhf.data_state import WHERE
-from .run_sides import Beside
+from .run_sides import BesideModels
 from .runs import step_at
 from .subject import Subject
 
@@ -52,7 +52,7 @@ def instead_of_loader(trainer: Trainer) -> str:
     return "; its data begin anew, unless the script goes forward itself"
 
 
-def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_it_was: bool) -> None:
+def add_data(found: BesideModels, source: Subject, name: str, trainer: Trainer, *, as_it_was: bool) -> None:
     """The state of a ``StatefulDataLoader``, as it is or out of our own file; no trainer goes on from our own sampler's.
 
     Source: AReaL 1.0.4, ``areal/utils/recover.py`` (``RecoverInfo.load``: of another number of shares it begins everything anew, with a
@@ -98,7 +98,7 @@ def add_data(found: Beside, source: Subject, name: str, trainer: Trainer, *, as_
     found.goes_on(f"the loader's state in {name}, {_as_what(trainer)}", item)
 
 
-def _give(found: Beside, trainer: Trainer, state: object) -> None:
+def _give(found: BesideModels, trainer: Trainer, state: object) -> None:
     """The state of a loader where the trainer has it, in the trainer's own form.
 
     Raises:
@@ -142,7 +142,7 @@ def _state_in(source: Subject, name: str) -> Any:
     return file.materialize(file.tree)
 
 
-def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
+def take_position(found: BesideModels, trainer: Trainer, opened: Source) -> None:
     """The loader's state out of a file beside the source's model (accelerate), as the trainer has it.
 
     Args:
@@ -172,7 +172,7 @@ def take_position(found: Beside, trainer: Trainer, opened: Source) -> None:
     _count_as_opened(opened, {name: file})
 
 
-def _take_shares(found: Beside, trainer: Trainer, opened: Source) -> bool:
+def _take_shares(found: BesideModels, trainer: Trainer, opened: Source) -> bool:
     """Take what the loader of each data-parallel rank has beside a model alone, as in verl's SFT; whether it is such a step."""
     step = step_at(opened.root)
     if step is None or not step.trainer.of_each_rank:
@@ -213,7 +213,7 @@ def _as_what(trainer: Trainer) -> str:
     return f"as {trainer.data}" if trainer.data else "among the values of the first model"
 
 
-def settle_data(found: Beside, trainer: Trainer, dp: int) -> None:
+def settle_data(found: BesideModels, trainer: Trainer, dp: int) -> None:
     """Say what becomes of the loader's state: it goes on where as many loaders share the data as before.
 
     Args:
@@ -249,7 +249,7 @@ def _not_the_runs(opened: Source, row: RunFiles) -> str:
     )
 
 
-def add_position(found: Beside, trainer: Trainer, step: int, opened: Source) -> None:
+def add_position(found: BesideModels, trainer: Trainer, step: int, opened: Source) -> None:
     """The loader's state as the trainer's own file, where the source's trainer has it among its first model's values (OpenRLHF).
 
     Args:
@@ -279,7 +279,7 @@ def add_position(found: Beside, trainer: Trainer, step: int, opened: Source) -> 
         return
 
 
-def say_what_was_counted(found: Beside, trainer: Trainer, opened: Source) -> None:
+def say_what_was_counted(found: BesideModels, trainer: Trainer, opened: Source) -> None:
     """Say that data begin anew where the source's trainer has no more than a count of its steps, and the other wants a loader's state.
 
     Args:

@@ -32,7 +32,7 @@ _LONGEST = 1 << 20
 
 
 @dataclass(slots=True)
-class Beside:
+class BesideModels:
     """What lies beside the models of a step that is written.
 
     Args:
@@ -90,7 +90,7 @@ def unsaid_of(args: Mapping[str, object]) -> str:
     return "" if isinstance(args.get(_SAMPLES), int) else "; nothing says how many samples were consumed: 0"
 
 
-def add_counters(found: Beside, trainer: Trainer, step: int, args: Mapping[str, object], run: RunOf) -> None:
+def add_counters(found: BesideModels, trainer: Trainer, step: int, args: Mapping[str, object], run: RunOf) -> None:
     """The file without which the trainer passes over a step, where the source has none.
 
     Args:
@@ -135,7 +135,7 @@ def _shown(run: RunOf, name: str) -> bytes:
         raise UsageError(f"--like {run.shown}: {name}: {error.strerror or error}\nName a run that is whole.") from error
 
 
-def add_made(found: Beside, trainer: Trainer, run: RunOf) -> None:
+def add_made(found: BesideModels, trainer: Trainer, run: RunOf) -> None:
     """What a trainer wants beside its counters, as a run of its own has it, or made.
 
     Args:
@@ -152,7 +152,7 @@ def add_made(found: Beside, trainer: Trainer, run: RunOf) -> None:
         found.report.add(Fate.DERIVED, f"{', '.join(missing)}: {what}")
 
 
-def add_progress(found: Beside, trainer: Trainer, step: int, run: RunOf) -> None:
+def add_progress(found: BesideModels, trainer: Trainer, step: int, run: RunOf) -> None:
     """The file that only a run of the trainer's own shows, with the number of this step.
 
     Args:
@@ -186,7 +186,7 @@ def add_progress(found: Beside, trainer: Trainer, step: int, run: RunOf) -> None
     found.report.add(Fate.DERIVED, f"{name}: step {step}; {rest}: as {run.shown} has them, at its step")
 
 
-def add_beginning(found: Beside, trainer: Trainer) -> None:
+def add_beginning(found: BesideModels, trainer: Trainer) -> None:
     """An empty state, with which a ``StatefulDataLoader`` begins anew, for a trainer that stops where it has none.
 
     Source: torchdata 0.11.0, ``stateful_dataloader/stateful_dataloader.py`` (``load_state_dict``).

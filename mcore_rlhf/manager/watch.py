@@ -32,7 +32,7 @@ Kind = Literal["converted", "failed", "skipped", "retired", "ran", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchEvent:
     """Something that a watcher did.
 
     Args:
@@ -80,7 +80,7 @@ class Watcher:
     command: str = ""
     command_timeout: float = 3600.0
     settle: float = 30.0
-    say: Callable[[Watched], None] = lambda event: None
+    say: Callable[[WatchEvent], None] = lambda event: None
     _results: Results = field(init=False)
     _failures: dict[int, _Failure] = field(default_factory=dict)
     _seen: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Watcher:
             raise UsageError(
                 f"{self.out}: lies in the run that is watched, or holds it\nGive a folder of its own with --into."
             )
-        self._results = results_in(self.out, lambda text: self.say(Watched("waiting", None, text)))
+        self._results = results_in(self.out, lambda text: self.say(WatchEvent("waiting", None, text)))
 
     def close(self) -> None:
         """Let others have the target."""
@@ -123,7 +123,7 @@ class Watcher:
         except StorageError as error:  # the target's disk; it may be well again at the next look
             if self._ails != (text := headline(str(error))):
                 self._ails = text
-                self.say(Watched("failed", None, f"{text}; it is tried again"))
+                self.say(WatchEvent("failed", None, f"{text}; it is tried again"))
             return False
         self._ails = ""
         return worked
@@ -145,7 +145,7 @@ class Watcher:
             found = self._listed()
         except CheckpointError as error:  # a run that begins, or a file system that is away
             if not self._away:
-                self.say(Watched("waiting", None, f"{headline(str(error))}; it is looked for again"))
+                self.say(WatchEvent("waiting", None, f"{headline(str(error))}; it is looked for again"))
             self._away = True
             return []
         self._away = False
@@ -208,7 +208,7 @@ class Watcher:
         self._failures.pop(step.step, None)
         self._seen.pop(step.step, None)
         seconds, target = time.monotonic() - started, str(self._results.place(step.step))
-        self.say(Watched("converted", step.step, f"step {step.step} is in {target}", seconds, target))
+        self.say(WatchEvent("converted", step.step, f"step {step.step} is in {target}", seconds, target))
         if self.command:
             self._run(made)
 
@@ -233,7 +233,7 @@ class Watcher:
         self._failures[step.step] = _Failure(source, tries, time.monotonic() + pause, lasting)
         again = tries < _TRIES or not lasting
         further = f"it is tried again in {pause:g} s" if again else "it is tried again when it changes"
-        self.say(Watched("failed", step.step, f"step {step.step}: {headline(str(error))}; {further}"))
+        self.say(WatchEvent("failed", step.step, f"step {step.step}: {headline(str(error))}; {further}"))
 
     def _run(self, note: Note) -> None:
         """Run the command on a result; what becomes of it is said, and stops nothing."""
@@ -247,7 +247,7 @@ class Watcher:
         text = (
             f"step {note.step}: {words[0]} {outcome or 'has run'}{', and the result is there no more' if taken else ''}"
         )
-        self.say(Watched(kind, note.step, text, seconds, target))
+        self.say(WatchEvent(kind, note.step, text, seconds, target))
         self._unnoted[note.step] = replace(note, ran=True, taken=taken)
         self._note_what_ran()
 
@@ -265,10 +265,10 @@ class Watcher:
             try:
                 self._results.retire(number)
             except CheckpointError as error:
-                self.say(Watched("failed", number, f"{headline(str(error))}; it stays"))
+                self.say(WatchEvent("failed", number, f"{headline(str(error))}; it stays"))
             else:
                 self._skipped.add(number)
-                self.say(Watched("retired", number, f"{place} is no longer wanted", path=str(place)))
+                self.say(WatchEvent("retired", number, f"{place} is no longer wanted", path=str(place)))
 
     def _kept(self, numbers: Collection[int]) -> set[int]:
         """Those that a rule wants. Results of steps that the run has gone back behind are not counted, and stay."""
@@ -282,7 +282,7 @@ class Watcher:
         if number not in self._skipped:
             self._skipped.add(number)
             text = f"step {number} is passed over: newer ones are there, and it would be retired at once"
-            self.say(Watched("skipped", number, text))
+            self.say(WatchEvent("skipped", number, text))
 
 
 def _identity(step: Step) -> str:

@@ -152,7 +152,7 @@ _NAMED = {"replicated": REPLICATED, "column": COLUMN, "row": ROW, "gated": GATED
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ParamRule:
     """One line of a rules file.
 
     Args:
@@ -176,7 +176,7 @@ class Rule:
 class Rules:
     """All rules, first match first."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ParamRule, ...] = ()
 
     def partition(self, name: str) -> Partition | None:
         """How the rules say that a parameter is cut."""
@@ -229,7 +229,7 @@ def _text(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def _rule(path: Path, number: int, entry: object) -> Rule:
+def _rule(path: Path, number: int, entry: object) -> ParamRule:
     where = f"{path}, rule {number}"
     if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
         raise UsageError(f"{where}: expected a mapping with a 'pattern', found {shown(entry)}")
@@ -239,7 +239,7 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
     trainable, wd_mult = entry.get("trainable"), entry.get("wd_mult")
     if not isinstance(trainable, bool | None) or not isinstance(wd_mult, int | float | None):
         raise UsageError(f"{where}: 'trainable' must be true or false, and 'wd_mult' a number")
-    return Rule(entry["pattern"], _partition(where, entry.get("partition")), wd_mult, trainable)
+    return ParamRule(entry["pattern"], _partition(where, entry.get("partition")), wd_mult, trainable)
 
 
 def _partition(where: str, value: object) -> Partition | None:

@@ -43,7 +43,7 @@ class Model(TypedDict, total=False):
     error: Facts
 
 
-class Conversion(TypedDict):
+class ManifestConversion(TypedDict):
     """What a converted checkpoint's manifest says: its ``source``, whether it is ``lossless``, ``lines`` and ``accounts`` by role."""
 
     source: str
@@ -52,7 +52,7 @@ class Conversion(TypedDict):
     accounts: dict[str, Any]
 
 
-class Subject(TypedDict):
+class PageSubject(TypedDict):
     """A step or a lone checkpoint; ``models`` by role, ``saved`` roles that no reader knows as models, ``metrics`` of the step;
     ``manifest``, ``origin`` and ``conversion`` null where there are none.
     """
@@ -62,7 +62,7 @@ class Subject(TypedDict):
     models: dict[str, Model]
     manifest: Facts | None
     origin: Origin | None
-    conversion: Conversion | None
+    conversion: ManifestConversion | None
     saved: list[SavedRole]
     metrics: dict[str, float]
     step_verdict: Facts | None
@@ -83,7 +83,7 @@ class Page(TypedDict):
     title: str
     subtitle: str
     problems: list[str]
-    subjects: list[Subject]
+    subjects: list[PageSubject]
     run: RunFacts | None
     diff: Compared | None
     resume_check: Facts | None

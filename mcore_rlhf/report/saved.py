@@ -36,7 +36,7 @@ class SavedTensor(TypedDict):
     dtype: str
 
 
-class SavedOptimizer(TypedDict):
+class DrawnOptimizer(TypedDict):
     """An optimizer: its class where the file says it, dtypes of its ``states`` by name, numbers of each of its ``groups``."""
 
     kind: str | None
@@ -62,7 +62,7 @@ class SavedRole(TypedDict):
     dtypes: dict[str, int]
     tensors: list[SavedTensor]
     omitted: int
-    optimizer: SavedOptimizer | None
+    optimizer: DrawnOptimizer | None
     why: str
 
 
@@ -114,7 +114,7 @@ class _Found:
     dtypes: Counter[str] = field(default_factory=Counter)
     tensors: list[SavedTensor] = field(default_factory=list)
     omitted: int = 0
-    optimizer: SavedOptimizer | None = None
+    optimizer: DrawnOptimizer | None = None
 
     def add(self, tree: object, prefix: str) -> None:
         """Look at one tree; a tensor that the model has under two names counts twice, as in its state dictionary."""
@@ -134,7 +134,7 @@ class _Found:
             self.optimizer = _optimizer(stored, record if isinstance(record, Mapping) else {})
 
 
-def _optimizer(stored: Mapping[object, object], record: Mapping[object, object]) -> SavedOptimizer:
+def _optimizer(stored: Mapping[object, object], record: Mapping[object, object]) -> DrawnOptimizer:
     groups = stored.get("param_groups")
     states: dict[str, str] = {}
     for name, tensor in _tensors(stored.get("state")):

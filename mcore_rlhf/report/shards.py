@@ -51,7 +51,7 @@ class Members(TypedDict):
     files: list[int]
 
 
-class Held(TypedDict):
+class DrawnStates(TypedDict):
     """What a drawing is of: ``states`` that are cut alike and lie in the same files, their ``dtype``, how many ``tensors``."""
 
     states: list[str]
@@ -82,7 +82,7 @@ class Drawing(TypedDict):
     step: bool
     rectangles: list[Rectangle]
     omitted: int
-    held: list[Held]
+    held: list[DrawnStates]
 
 
 class HeldFile(TypedDict):
@@ -290,9 +290,9 @@ def _rectangle(box: Box, shape: Shape, slots: Sequence[int]) -> Rectangle:
     return {"y": top, "x": box.offset[-1], "h": bottom - top + 1, "w": stop[-1] - box.offset[-1], "slots": list(slots)}
 
 
-def _held(drawn: _Drawn) -> list[Held]:
+def _held(drawn: _Drawn) -> list[DrawnStates]:
     """States whose tensors have the same type and lie in the same files, together."""
-    found: list[Held] = []
+    found: list[DrawnStates] = []
     for state, (dtype, by_files) in drawn.states.items():
         members: list[Members] = [
             {"numbers": block, "files": list(files)}

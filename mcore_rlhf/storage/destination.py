@@ -51,7 +51,7 @@ def check_entry(what: str | ReadablePath, found: FileEntry, expected: FileEntry 
     raise Corrupt(f"{what!s}: is damaged: CRC-32 {found.crc32:08x}, the manifest says {expected.crc32:08x}")
 
 
-class Names:
+class TargetPaths:
     """The files of one folder, by path: each a canonical one, and none in the way of another. For several threads.
 
     Args:
@@ -103,10 +103,10 @@ class Destination(ABC):
     Whatever a file is called, and whoever asks: its name goes through :func:`~.paths.canonical` here, and is taken once.
     """
 
-    _names: Names | None = None
+    _names: TargetPaths | None = None
 
     def _place(self) -> tuple[object, Collection[str]]:
-        """The folder, for messages, and what is reserved in it: see :class:`Names`."""
+        """The folder, for messages, and what is reserved in it: see :class:`TargetPaths`."""
         return self, ()
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Destination(ABC):
     def _taking(self, file: str) -> Iterator[None]:
         """Take a name, and give it back where the file that is begun under it is given up at once."""
         with _TAKING:
-            names = self._names = self._names or Names(*self._place())
+            names = self._names = self._names or TargetPaths(*self._place())
             names.add(file)
         try:
             yield
@@ -141,7 +141,7 @@ class Destination(ABC):
             layout: What will lie where.
 
         Raises:
-            Untrusted: It has no canonical name, or one that is taken: see :class:`Names`.
+            Untrusted: It has no canonical name, or one that is taken: see :class:`TargetPaths`.
             StorageError: It cannot be created.
         """
         with self._taking(file):
@@ -237,7 +237,7 @@ class LocalFolder(Destination):
 
     Args:
         root: It; there already.
-        reserved: See :class:`Names`.
+        reserved: See :class:`TargetPaths`.
         own: Whether it is a hidden one of this user's, where others may write beside it.
     """
 

@@ -25,7 +25,7 @@ from ..errors import Corrupt, Unsupported, Untrusted
 from .records import Place, shorten, under
 from .safetensors import DTYPES
 from .stored import NAMESPACES, Namespace, Stub, StubType, stub_class
-from .trust import Verdict, require_trust
+from .trust import PickleVerdict, require_trust
 
 MAX_ARRAY_NBYTES = 16 << 20
 """Larger tensors are no settings, and do not belong into a text."""
@@ -326,7 +326,7 @@ class _Decoder:
         """The class of that name: only what a pickle may name as a stub."""
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is no name of a class")
-        if require_trust([name], self.stubs, self.where)[name] is not Verdict.STUB:
+        if require_trust([name], self.stubs, self.where)[name] is not PickleVerdict.STUB:
             raise Untrusted(
                 f"{self.where}: {name!r} is no class of a training framework's, which is all that it may name"
             )

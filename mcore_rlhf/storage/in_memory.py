@@ -44,7 +44,7 @@ class _MemoryFile(RecordFile):
 
 
 @dataclass(slots=True)
-class Memory(Destination):
+class MemoryFiles(Destination):
     """Files in memory.
 
     Args:

@@ -38,7 +38,7 @@ _ENDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     """Who has a place.
 
     Args:
@@ -65,7 +65,7 @@ class _Record(NamedTuple):
     """A record as it is now; None for a holder that did not say who it is."""
 
     tag: Tag
-    holder: Holder | None
+    holder: LeaseHolder | None
 
     def __str__(self) -> str:
         return str(self.holder or "a process that did not say who it is")
@@ -90,7 +90,7 @@ class Lease:
     def __init__(self, place: StorePath, record: StorePath, say: Callable[[str], None]) -> None:
         self._place, self._say, self._period = place, say, PERIOD_S
         self._store, self._key = _store_of_its_own(record), str(record.path)
-        self._me = Holder(new_transaction(), socket.gethostname(), os.getpid(), utc_time())
+        self._me = LeaseHolder(new_transaction(), socket.gethostname(), os.getpid(), utc_time())
         self._tag: Tag | None = None
         self._sure_until = 0.0
         self._thread: threading.Thread | None = None
@@ -200,7 +200,7 @@ class Lease:
             return None
         holder = None
         with suppress(CheckpointError):
-            holder = parsed(Holder, found[0], f"{self._store}{self._key}", sparse=True)
+            holder = parsed(LeaseHolder, found[0], f"{self._store}{self._key}", sparse=True)
         return _Record(found[1], holder)
 
     def _refusal(self, found: _Record, more: str = "") -> str:

@@ -45,7 +45,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedFiles:
     """The files of one folder that belong to a checkpoint and are none of its tensors.
 
     Args:

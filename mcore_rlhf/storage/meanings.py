@@ -86,7 +86,7 @@ class Resolver(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class ClassMeaning:
     """What an object of one class is.
 
     Args:
@@ -105,7 +105,7 @@ def has_meaning(name: str) -> bool:
     return name in MEANINGS or name in _CLASSES or _DTYPE.fullmatch(name) is not None
 
 
-def meaning_of(name: str) -> Meaning | None:
+def meaning_of(name: str) -> ClassMeaning | None:
     """What objects of a class are; None for a class that stays a stub.
 
     Raises:
@@ -441,44 +441,44 @@ def _layout(_resolver: Resolver, _stub: Stub) -> Any:
 
 
 _TENSORS = {
-    "torch._utils._rebuild_tensor": Meaning(_tensor_v1),
-    "torch._utils._rebuild_tensor_v2": Meaning(_tensor_v2),
-    "torch._utils._rebuild_tensor_v3": Meaning(_tensor_v3),
-    "torch._utils._rebuild_parameter": Meaning(_parameter),
-    "torch._utils._rebuild_parameter_with_state": Meaning(_parameter),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": Meaning(_parameter),
-    "torch._utils._rebuild_sparse_tensor": Meaning(_not_plain),
-    "torch._utils._rebuild_nested_tensor": Meaning(_not_plain),
-    "torch._utils._rebuild_qtensor": Meaning(_not_plain),
-    "torch._utils._rebuild_meta_tensor_no_storage": Meaning(_without_data),
-    "torch._utils._rebuild_wrapper_subclass": Meaning(_without_data),
-    "torch._utils._rebuild_device_tensor_from_numpy": Meaning(_without_data),
+    "torch._utils._rebuild_tensor": ClassMeaning(_tensor_v1),
+    "torch._utils._rebuild_tensor_v2": ClassMeaning(_tensor_v2),
+    "torch._utils._rebuild_tensor_v3": ClassMeaning(_tensor_v3),
+    "torch._utils._rebuild_parameter": ClassMeaning(_parameter),
+    "torch._utils._rebuild_parameter_with_state": ClassMeaning(_parameter),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ClassMeaning(_parameter),
+    "torch._utils._rebuild_sparse_tensor": ClassMeaning(_not_plain),
+    "torch._utils._rebuild_nested_tensor": ClassMeaning(_not_plain),
+    "torch._utils._rebuild_qtensor": ClassMeaning(_not_plain),
+    "torch._utils._rebuild_meta_tensor_no_storage": ClassMeaning(_without_data),
+    "torch._utils._rebuild_wrapper_subclass": ClassMeaning(_without_data),
+    "torch._utils._rebuild_device_tensor_from_numpy": ClassMeaning(_without_data),
 }
-MEANINGS: dict[str, Meaning] = {
+MEANINGS: dict[str, ClassMeaning] = {
     **_TENSORS,
-    "torch._tensor._rebuild_from_type_v2": Meaning(_of_class),
-    "torch.Size": Meaning(_size),
-    "torch.device": Meaning(_device),
-    "torch.serialization._get_layout": Meaning(_layout),
-    "collections.OrderedDict": Meaning(_ordered, state=True, items=True),
-    "collections.Counter": Meaning(_counter, items=True),
-    "collections.defaultdict": Meaning(_defaultdict, items=True),
-    "collections.deque": Meaning(_deque, items=True),
-    "builtins.dict": Meaning(_dict, items=True),
-    "builtins.list": Meaning(_only_sequence),
-    "builtins.tuple": Meaning(lambda resolver, stub: tuple(_only_sequence(resolver, stub))),
-    "builtins.set": Meaning(lambda resolver, stub: _hashable(resolver, stub, set)),
-    "builtins.frozenset": Meaning(lambda resolver, stub: _hashable(resolver, stub, frozenset)),
-    "builtins.complex": Meaning(_complex),
-    "builtins.bytes": Meaning(_no_bytes),
-    "builtins.bytearray": Meaning(_bytearray),
-    "_codecs.encode": Meaning(_encoded),
-    "_io.BytesIO": Meaning(_bytesio, state=True),
-    "io.BytesIO": Meaning(_bytesio, state=True),
-    "argparse.Namespace": Meaning(_namespace, state=True),
-    "numpy.dtype": Meaning(lambda resolver, stub: _array_dtype(stub), state=True),
-    **{f"{module}._reconstruct": Meaning(_reconstruct, state=True) for module in _NUMPY},
-    **{f"{module}.scalar": Meaning(_scalar) for module in _NUMPY},
+    "torch._tensor._rebuild_from_type_v2": ClassMeaning(_of_class),
+    "torch.Size": ClassMeaning(_size),
+    "torch.device": ClassMeaning(_device),
+    "torch.serialization._get_layout": ClassMeaning(_layout),
+    "collections.OrderedDict": ClassMeaning(_ordered, state=True, items=True),
+    "collections.Counter": ClassMeaning(_counter, items=True),
+    "collections.defaultdict": ClassMeaning(_defaultdict, items=True),
+    "collections.deque": ClassMeaning(_deque, items=True),
+    "builtins.dict": ClassMeaning(_dict, items=True),
+    "builtins.list": ClassMeaning(_only_sequence),
+    "builtins.tuple": ClassMeaning(lambda resolver, stub: tuple(_only_sequence(resolver, stub))),
+    "builtins.set": ClassMeaning(lambda resolver, stub: _hashable(resolver, stub, set)),
+    "builtins.frozenset": ClassMeaning(lambda resolver, stub: _hashable(resolver, stub, frozenset)),
+    "builtins.complex": ClassMeaning(_complex),
+    "builtins.bytes": ClassMeaning(_no_bytes),
+    "builtins.bytearray": ClassMeaning(_bytearray),
+    "_codecs.encode": ClassMeaning(_encoded),
+    "_io.BytesIO": ClassMeaning(_bytesio, state=True),
+    "io.BytesIO": ClassMeaning(_bytesio, state=True),
+    "argparse.Namespace": ClassMeaning(_namespace, state=True),
+    "numpy.dtype": ClassMeaning(lambda resolver, stub: _array_dtype(stub), state=True),
+    **{f"{module}._reconstruct": ClassMeaning(_reconstruct, state=True) for module in _NUMPY},
+    **{f"{module}.scalar": ClassMeaning(_scalar) for module in _NUMPY},
 }
 _CLASSES = {*STORAGES, *_FACTORIES, *_TENSOR_CLASSES, *_QUANTIZED, "numpy.ndarray"}
 """Names that stand only inside of what others mean; an object of such a class is nothing."""

@@ -29,7 +29,7 @@ from ..errors import Corrupt, Incomplete, NotACheckpoint, Unsupported
 from .paths import ReadablePath
 from .reading import ByteSource, opened
 from .torchzip import directory_of
-from .trust import MADE_BY_US, WRITTEN, Form, is_harmful, may_stand
+from .trust import MADE_BY_US, WRITTEN, AllowedForm, is_harmful, may_stand
 
 _LOADERS = frozenset({"torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes"})
 """What torch calls for a storage inside of a plain pickle: with bytes, which are followed in their turn."""
@@ -351,8 +351,10 @@ class _Machine:
             return len(args) == 1 and isinstance(args[0], bytes | bytearray)
         if full == _BYTES:
             return len(args) == 2 and args[1] in _LATIN and type(args[0]) is str and max(args[0], default="") < "\u0100"
-        form = WRITTEN.get(full, Form.VALUE)
-        return full in _CALLED or (new == (form in (Form.OBJECT, Form.TUPLE)) and form is not Form.VALUE)
+        form = WRITTEN.get(full, AllowedForm.VALUE)
+        return full in _CALLED or (
+            new == (form in (AllowedForm.OBJECT, AllowedForm.TUPLE)) and form is not AllowedForm.VALUE
+        )
 
 
 _STEPS: dict[str, Callable[[_Machine, Any], None]] = {

@@ -87,7 +87,7 @@ class PieceTensor:
 
 
 @dataclass(slots=True)
-class Pieces:
+class PieceFiles:
     """The files of all ranks, opened.
 
     Args:
@@ -99,7 +99,7 @@ class Pieces:
     files: list[OpenedFile] = field(default_factory=list)
 
 
-def read_pieces(root: ReadablePath, inside: str = "") -> Pieces:
+def read_pieces(root: ReadablePath, inside: str = "") -> PieceFiles:
     """Open the files of all ranks, and hold their pieces against each other. No byte of a tensor is read.
 
     Args:
@@ -109,7 +109,7 @@ def read_pieces(root: ReadablePath, inside: str = "") -> Pieces:
     Raises:
         CheckpointError: Files are damaged, pieces overlap, or some are missing between others; all problems together.
     """
-    found, problems, pieces = Pieces(), Problems(), dict[str, list[Chunk]]()
+    found, problems, pieces = PieceFiles(), Problems(), dict[str, list[Chunk]]()
     folder = root / inside if inside else root
     for name in sorted(path.name for path in folder.iterdir() if _OF_RANK.fullmatch(path.name)):
         try:
@@ -170,7 +170,7 @@ def _joined(root: ReadablePath, folder: ReadablePath, name: str, chunks: Sequenc
     return PieceTensor(root, chunks[0].record.dtype, shape, tuple(chunks))
 
 
-def _pieces_in(root: ReadablePath, file: str, found: Pieces) -> Iterator[tuple[str, Chunk]]:
+def _pieces_in(root: ReadablePath, file: str, found: PieceFiles) -> Iterator[tuple[str, Chunk]]:
     """The pieces in one file, each with its place in the whole."""
     from .containers import open_tensors
 

@@ -174,16 +174,16 @@ class Pt(Container):
         return self._pickled(file).told(file, numbers)
 
     @classmethod
-    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Pickled:
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> PickledFile:
         """See :meth:`.record_file.Container.of_told`."""
-        return Pickled.of_told(told, records)
+        return PickledFile.of_told(told, records)
 
-    def _pickled(self, file: str) -> Pickled:
-        return Pickled(pickle_tree(self.make(), file))
+    def _pickled(self, file: str) -> PickledFile:
+        return PickledFile(pickle_tree(self.make(), file))
 
 
 @dataclass(frozen=True, slots=True)
-class Pickled(Container):
+class PickledFile(Container):
     """A ``.pt`` file whose content is pickled already.
 
     Args:
@@ -199,7 +199,7 @@ class Pickled(Container):
         return [text_of(tree.data), [*tree.records.items()], [(key, text_of(of)) for key, of in tree.contents.items()]]
 
     @classmethod
-    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> Pickled:
+    def of_told(cls, told: Sequence[Any], records: Sequence[Record]) -> PickledFile:
         """See :meth:`.record_file.Container.of_told`."""
         data, sizes, contents = told
         lengths = {str(key): naturals([nbytes])[0] for key, nbytes in sizes}

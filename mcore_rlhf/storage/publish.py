@@ -21,7 +21,18 @@ from .paths import human, local_path, real_path, refused, storage_error, walk
 from .patience import age_s
 from .record_file import Layout, RecordFile
 from .transactions import MANIFEST_NAME as MANIFEST_NAME
-from .transactions import Lock, Places, dead, enter, new_transaction, occupants, place_of, recover, removed, settle
+from .transactions import (
+    Lock,
+    TransactionPaths,
+    dead,
+    enter,
+    new_transaction,
+    occupants,
+    place_of,
+    recover,
+    removed,
+    settle,
+)
 
 _MOMENT_S = 60.0
 """How old a file that is there for a moment only must be to be a dead process's."""
@@ -66,8 +77,8 @@ class LocalPublication(Publication):
         return self._places.staging
 
     @property
-    def _places(self) -> Places:
-        return Places(self.target, self.transaction)
+    def _places(self) -> TransactionPaths:
+        return TransactionPaths(self.target, self.transaction)
 
     def __enter__(self) -> LocalPublication:
         """See :meth:`Publication.__enter__`; makes the staging folder."""

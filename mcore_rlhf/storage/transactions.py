@@ -55,7 +55,7 @@ _FOREIGN_PATIENCE_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TransactionPaths:
     """The names that one transaction uses.
 
     Args:
@@ -140,7 +140,7 @@ def occupants(target: Path) -> list[str]:
     return [name for name in names if name != "lost+found" and not own.fullmatch(name)]
 
 
-def enter(places: Places, manifest_name: str) -> None:
+def enter(places: TransactionPaths, manifest_name: str) -> None:
     """Move what was written into the mount point that it is for; what says that it is there goes last.
 
     Raises:
@@ -306,9 +306,9 @@ def _put_back(target: Path, manifest_name: str, alone: bool) -> list[str]:
     return done
 
 
-def _replacing(target: Path) -> list[Places]:
+def _replacing(target: Path) -> list[TransactionPaths]:
     prefix = f".{target.name}.old-"
-    return [Places(target, path.name.removeprefix(prefix)) for path in _called(target, prefix)]
+    return [TransactionPaths(target, path.name.removeprefix(prefix)) for path in _called(target, prefix)]
 
 
 def _called(target: Path, prefix: str) -> list[Path]:
@@ -317,11 +317,11 @@ def _called(target: Path, prefix: str) -> list[Path]:
     return sorted(place.glob(f"{_escaped(prefix)}*")) if place.is_dir() else []
 
 
-def _transaction(places: Places) -> str:
+def _transaction(places: TransactionPaths) -> str:
     return places.transaction
 
 
-def _stays(places: Places) -> bool:
+def _stays(places: TransactionPaths) -> bool:
     """Whether an old target lies aside, and nobody goes on."""
     for pause in (0.0, *PAUSES):
         time.sleep(pause)
@@ -353,7 +353,7 @@ def joined(target: Path, manifest_name: str = MANIFEST_NAME) -> list[Path]:
         with suppress(OSError, Unreadable):
             if _is_own(folder, stat.S_ISDIR) and _is_own(note, stat.S_ISREG) and note.lstat().st_size <= _NOTE_NBYTES:
                 transaction = note.read_bytes().decode(errors="replace")
-                if Places(target, transaction).is_published(manifest_name):
+                if TransactionPaths(target, transaction).is_published(manifest_name):
                     found.append(folder)
     return found
 
@@ -368,16 +368,16 @@ def remove_joined(folder: Path) -> None:
         remove(folder)
 
 
-def dead(target: Path) -> Iterator[tuple[Places, int]]:
+def dead(target: Path) -> Iterator[tuple[TransactionPaths, int]]:
     """The transactions of dead processes, each with its lock, which is held."""
     prefix = f".{target.name}.lock-"
     for lock in _called(target, prefix):
         fd = _lock_of_the_dead(lock)
         if fd is not None:
-            yield Places(target, lock.name.removeprefix(prefix)), fd
+            yield TransactionPaths(target, lock.name.removeprefix(prefix)), fd
 
 
-def removed(places: Places, manifest_name: str, why: str = "") -> list[str]:
+def removed(places: TransactionPaths, manifest_name: str, why: str = "") -> list[str]:
     """Settle a dead process's transaction; its lock goes last."""
     try:
         done = [f"{line}{why}" for line in settle(places, manifest_name)]
@@ -387,7 +387,7 @@ def removed(places: Places, manifest_name: str, why: str = "") -> list[str]:
     return done
 
 
-def settle(places: Places, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
+def settle(places: TransactionPaths, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
     """Bring a transaction that has ended, in whatever way, to all or nothing.
 
     Returns:
@@ -396,7 +396,7 @@ def settle(places: Places, manifest_name: str = MANIFEST_NAME) -> Iterator[str]:
     return iter(list(_settle(places, manifest_name)))
 
 
-def _settle(places: Places, manifest_name: str) -> Iterator[str]:
+def _settle(places: TransactionPaths, manifest_name: str) -> Iterator[str]:
     if places.old.exists():
         if places.is_published(manifest_name):
             os.rename(places.old, places.doomed)  # half of it may never be put back
@@ -416,7 +416,7 @@ def _settle(places: Places, manifest_name: str) -> Iterator[str]:
     places.journal.unlink(missing_ok=True)
 
 
-def _remove_staging(places: Places) -> None:
+def _remove_staging(places: TransactionPaths) -> None:
     """By another name: other ranks that still write there see at once that it was given up, and add nothing to it."""
     remove_tree(places.doomed)
     with suppress(OSError):

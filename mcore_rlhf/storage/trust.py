@@ -18,7 +18,7 @@ from .meanings import STORAGES, has_meaning
 from .stored import Stub
 
 
-class Verdict(Enum):
+class PickleVerdict(Enum):
     """What becomes of a global in a pickle."""
 
     REAL = auto()
@@ -31,7 +31,7 @@ class Verdict(Enum):
     """Refused always."""
 
 
-class Form(Enum):
+class AllowedForm(Enum):
     """How a pickle that we write may use a name. Each may also stand as a value, which calls nothing."""
 
     VALUE = auto()
@@ -48,106 +48,136 @@ class Form(Enum):
     """Called without arguments, then given its attributes by name."""
 
 
-def _below(module: str, names: str, form: Form) -> dict[str, Form]:
+def _below(module: str, names: str, form: AllowedForm) -> dict[str, AllowedForm]:
     return {f"{module}.{name}": form for name in names.split()}
 
 
-WRITTEN: dict[str, Form] = {
-    **_below("megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe", Form.MEMBER),
-    **_below("megatron.core.transformer.enums", "ModelType LayerType AttnType AttnMaskType AttnBackend", Form.MEMBER),
-    **_below("megatron.core.transformer.enums", "CudaGraphModule CudaGraphScope InferenceCudaGraphScope", Form.MEMBER),
+WRITTEN: dict[str, AllowedForm] = {
+    **_below("megatron.core.enums", "ModelType Fp8Recipe Fp4Recipe", AllowedForm.MEMBER),
     **_below(
-        "megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState RerunValidationStatus", Form.MEMBER
+        "megatron.core.transformer.enums", "ModelType LayerType AttnType AttnMaskType AttnBackend", AllowedForm.MEMBER
     ),
     **_below(
-        "megatron.core.inference.config", "PrefixCachingEvictionPolicy PrefixCachingCoordinatorPolicy", Form.MEMBER
+        "megatron.core.transformer.enums", "CudaGraphModule CudaGraphScope InferenceCudaGraphScope", AllowedForm.MEMBER
+    ),
+    **_below(
+        "megatron.core.rerun_state_machine",
+        "RerunDiagnostic RerunMode RerunState RerunValidationStatus",
+        AllowedForm.MEMBER,
+    ),
+    **_below(
+        "megatron.core.inference.config",
+        "PrefixCachingEvictionPolicy PrefixCachingCoordinatorPolicy",
+        AllowedForm.MEMBER,
     ),
     **_below(
         "megatron.core.inference.config",
         "KVCacheManagementMode CudaGraphSizingDistribution AsyncScheduleMode",
-        Form.MEMBER,
+        AllowedForm.MEMBER,
     ),
-    "megatron.core.dist_checkpointing.validation.StrictHandling": Form.MEMBER,
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard.ShardingStrategy": Form.MEMBER,
-    "megatron.core.models.mimo.config.role.ModuleLayout": Form.MEMBER,
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig": Form.OBJECT,
-    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": Form.OBJECT,
-    "megatron.core.extensions.transformer_engine.TEDelayedScaling": Form.OBJECT,
-    **_below("megatron.core.activations", "squared_relu quick_gelu fast_gelu", Form.VALUE),
-    **_below("deepspeed.runtime.fp16.loss_scaler", "LossScalerBase LossScaler DynamicLossScaler", Form.OBJECT),
-    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile": Form.MEMBER,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": Form.MEMBER,
-    **_below("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum", Form.MEMBER),
-    "deepspeed.runtime.config.DtypeEnum": Form.MEMBER,
-    "deepspeed.runtime.tensor_parallel.config.AUTOTP_MODE": Form.MEMBER,
-    "deepspeed.module_inject.autotp_config.PartitionType": Form.MEMBER,
-    "deepspeed.utils.tensor_fragment.fragment_address": Form.OBJECT,
-    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": Form.OBJECT,
-    "deepspeed.ops.adam.fused_adam.FusedAdam": Form.VALUE,
-    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": Form.VALUE,
-    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": Form.VALUE,
-    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD": Form.VALUE,
-    **_below("transformer_engine.common.recipe", "DelayedScaling Float8CurrentScaling Float8BlockScaling", Form.OBJECT),
-    **_below("transformer_engine.common.recipe", "MXFP8BlockScaling NVFP4BlockScaling MMParams QParams", Form.OBJECT),
-    "transformer_engine.common.recipe.Format": Form.MEMBER,
-    "transformer_engine.common.recipe._FormatHelper": Form.TUPLE,
+    "megatron.core.dist_checkpointing.validation.StrictHandling": AllowedForm.MEMBER,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard.ShardingStrategy": AllowedForm.MEMBER,
+    "megatron.core.models.mimo.config.role.ModuleLayout": AllowedForm.MEMBER,
+    "megatron.core.optimizer.optimizer_config.OptimizerConfig": AllowedForm.OBJECT,
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout": AllowedForm.OBJECT,
+    "megatron.core.extensions.transformer_engine.TEDelayedScaling": AllowedForm.OBJECT,
+    **_below("megatron.core.activations", "squared_relu quick_gelu fast_gelu", AllowedForm.VALUE),
+    **_below("deepspeed.runtime.fp16.loss_scaler", "LossScalerBase LossScaler DynamicLossScaler", AllowedForm.OBJECT),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaleProfile": AllowedForm.MEMBER,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": AllowedForm.MEMBER,
+    **_below("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum OffloadStateTypeEnum", AllowedForm.MEMBER),
+    "deepspeed.runtime.config.DtypeEnum": AllowedForm.MEMBER,
+    "deepspeed.runtime.tensor_parallel.config.AUTOTP_MODE": AllowedForm.MEMBER,
+    "deepspeed.module_inject.autotp_config.PartitionType": AllowedForm.MEMBER,
+    "deepspeed.utils.tensor_fragment.fragment_address": AllowedForm.OBJECT,
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape": AllowedForm.OBJECT,
+    "deepspeed.ops.adam.fused_adam.FusedAdam": AllowedForm.VALUE,
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": AllowedForm.VALUE,
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": AllowedForm.VALUE,
+    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD": AllowedForm.VALUE,
+    **_below(
+        "transformer_engine.common.recipe", "DelayedScaling Float8CurrentScaling Float8BlockScaling", AllowedForm.OBJECT
+    ),
+    **_below(
+        "transformer_engine.common.recipe", "MXFP8BlockScaling NVFP4BlockScaling MMParams QParams", AllowedForm.OBJECT
+    ),
+    "transformer_engine.common.recipe.Format": AllowedForm.MEMBER,
+    "transformer_engine.common.recipe._FormatHelper": AllowedForm.TUPLE,
     **_below(
         "torchao.optim",
         "subclass_8bit.OptimState8bit subclass_4bit.OptimState4bit subclass_fp8.OptimStateFp8",
-        Form.VALUE,
+        AllowedForm.VALUE,
     ),
-    **_below("apex.optimizers", "fused_adam.FusedAdam fused_sgd.FusedSGD", Form.VALUE),
-    **_below("transformers.trainer_utils", "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy", Form.MEMBER),
-    **_below("transformers.trainer_utils", "SchedulerType FSDPOption", Form.MEMBER),
-    **_below("transformers.training_args", "OptimizerNames ParallelMode", Form.MEMBER),
-    **_below("transformers", "training_args.TrainingArguments trainer_pt_utils.AcceleratorConfig", Form.OBJECT),
-    "transformers.training_args_seq2seq.Seq2SeqTrainingArguments": Form.OBJECT,
-    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig": Form.OBJECT,
-    **_below("accelerate", "state.PartialState utils.dataclasses.DeepSpeedPlugin", Form.OBJECT),
-    **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", Form.OBJECT),
-    "prime_rl.orchestrator.types.Progress": Form.OBJECT,
-    "skyrl.train.config.sft_config.TrainOnWhat": Form.MEMBER,
-    **_below("trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", Form.OBJECT),
-    **_below("trl.trainer", "kto_config.KTOConfig distillation_config.DistillationConfig", Form.OBJECT),
+    **_below("apex.optimizers", "fused_adam.FusedAdam fused_sgd.FusedSGD", AllowedForm.VALUE),
     **_below(
-        "trl.experimental", "cpo.cpo_config.CPOConfig orpo.orpo_config.ORPOConfig gkd.gkd_config.GKDConfig", Form.OBJECT
+        "transformers.trainer_utils", "IntervalStrategy SaveStrategy EvaluationStrategy HubStrategy", AllowedForm.MEMBER
     ),
+    **_below("transformers.trainer_utils", "SchedulerType FSDPOption", AllowedForm.MEMBER),
+    **_below("transformers.training_args", "OptimizerNames ParallelMode", AllowedForm.MEMBER),
+    **_below("transformers", "training_args.TrainingArguments trainer_pt_utils.AcceleratorConfig", AllowedForm.OBJECT),
+    "transformers.training_args_seq2seq.Seq2SeqTrainingArguments": AllowedForm.OBJECT,
+    "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig": AllowedForm.OBJECT,
+    **_below("accelerate", "state.PartialState utils.dataclasses.DeepSpeedPlugin", AllowedForm.OBJECT),
+    **_below("trl.trainer", "grpo_config.GRPOConfig dpo_config.DPOConfig sft_config.SFTConfig", AllowedForm.OBJECT),
+    "prime_rl.orchestrator.types.Progress": AllowedForm.OBJECT,
+    "skyrl.train.config.sft_config.TrainOnWhat": AllowedForm.MEMBER,
     **_below(
-        "trl.experimental", "online_dpo.online_dpo_config.OnlineDPOConfig gold.gold_config.GOLDConfig", Form.OBJECT
+        "trl.trainer", "rloo_config.RLOOConfig reward_config.RewardConfig ppo_config.PPOConfig", AllowedForm.OBJECT
     ),
-    "llamafactory.hparams.training_args.TrainingArguments": Form.OBJECT,
-    **_below("axolotl.core.training_args", "AxolotlTrainingArguments AxolotlORPOConfig AxolotlKTOConfig", Form.OBJECT),
-    **_below("axolotl.core.training_args", "AxolotlCPOConfig AxolotlRewardConfig AxolotlPRMConfig", Form.OBJECT),
-    **_below("swift.trainers.arguments", "TrainingArguments Seq2SeqTrainingArguments", Form.OBJECT),
-    **_below("transformers.utils.generic", "PaddingStrategy TensorType", Form.MEMBER),
+    **_below("trl.trainer", "kto_config.KTOConfig distillation_config.DistillationConfig", AllowedForm.OBJECT),
     **_below(
-        "accelerate.utils.dataclasses", "DistributedType SageMakerDistributedType ComputeEnvironment", Form.MEMBER
+        "trl.experimental",
+        "cpo.cpo_config.CPOConfig orpo.orpo_config.ORPOConfig gkd.gkd_config.GKDConfig",
+        AllowedForm.OBJECT,
     ),
     **_below(
-        "accelerate.utils.dataclasses", "FP8BackendType DynamoBackend LoggerType PrecisionType RNGType", Form.MEMBER
+        "trl.experimental",
+        "online_dpo.online_dpo_config.OnlineDPOConfig gold.gold_config.GOLDConfig",
+        AllowedForm.OBJECT,
     ),
-    **_below("peft.utils.peft_types", "PeftType TaskType", Form.MEMBER),
+    "llamafactory.hparams.training_args.TrainingArguments": AllowedForm.OBJECT,
     **_below(
-        "omegaconf", "dictconfig.DictConfig listconfig.ListConfig base.Metadata base.ContainerMetadata", Form.OBJECT
+        "axolotl.core.training_args", "AxolotlTrainingArguments AxolotlORPOConfig AxolotlKTOConfig", AllowedForm.OBJECT
     ),
-    **_below("omegaconf.nodes", "AnyNode NoneNode StringNode PathNode IntegerNode BytesNode", Form.OBJECT),
-    **_below("omegaconf.nodes", "FloatNode BooleanNode EnumNode LiteralNode", Form.OBJECT),
-    **_below("torch.optim", "adam.Adam adamw.AdamW sgd.SGD adamax.Adamax nadam.NAdam radam.RAdam", Form.VALUE),
-    **_below("torch.optim", "rmsprop.RMSprop adagrad.Adagrad Adafactor Muon", Form.VALUE),
-    **_below("torch.nn.functional", "gelu silu relu", Form.VALUE),
-    "torch._C._nn.gelu": Form.VALUE,
-    **_below("numpy.dtypes", "BoolDType ByteDType UByteDType Int8DType UInt8DType Int16DType UInt16DType", Form.VALUE),
-    **_below("numpy.dtypes", "Int32DType UInt32DType Int64DType UInt64DType Float16DType", Form.VALUE),
-    **_below("numpy.dtypes", "Float32DType Float64DType Complex64DType Complex128DType", Form.VALUE),
-    **_below("signal", "Signals Handlers", Form.MEMBER),
-    **_below("pathlib", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath", Form.CALL),
+    **_below("axolotl.core.training_args", "AxolotlCPOConfig AxolotlRewardConfig AxolotlPRMConfig", AllowedForm.OBJECT),
+    **_below("swift.trainers.arguments", "TrainingArguments Seq2SeqTrainingArguments", AllowedForm.OBJECT),
+    **_below("transformers.utils.generic", "PaddingStrategy TensorType", AllowedForm.MEMBER),
     **_below(
-        "pathlib._local", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath", Form.CALL
+        "accelerate.utils.dataclasses",
+        "DistributedType SageMakerDistributedType ComputeEnvironment",
+        AllowedForm.MEMBER,
+    ),
+    **_below(
+        "accelerate.utils.dataclasses",
+        "FP8BackendType DynamoBackend LoggerType PrecisionType RNGType",
+        AllowedForm.MEMBER,
+    ),
+    **_below("peft.utils.peft_types", "PeftType TaskType", AllowedForm.MEMBER),
+    **_below(
+        "omegaconf",
+        "dictconfig.DictConfig listconfig.ListConfig base.Metadata base.ContainerMetadata",
+        AllowedForm.OBJECT,
+    ),
+    **_below("omegaconf.nodes", "AnyNode NoneNode StringNode PathNode IntegerNode BytesNode", AllowedForm.OBJECT),
+    **_below("omegaconf.nodes", "FloatNode BooleanNode EnumNode LiteralNode", AllowedForm.OBJECT),
+    **_below("torch.optim", "adam.Adam adamw.AdamW sgd.SGD adamax.Adamax nadam.NAdam radam.RAdam", AllowedForm.VALUE),
+    **_below("torch.optim", "rmsprop.RMSprop adagrad.Adagrad Adafactor Muon", AllowedForm.VALUE),
+    **_below("torch.nn.functional", "gelu silu relu", AllowedForm.VALUE),
+    "torch._C._nn.gelu": AllowedForm.VALUE,
+    **_below(
+        "numpy.dtypes", "BoolDType ByteDType UByteDType Int8DType UInt8DType Int16DType UInt16DType", AllowedForm.VALUE
+    ),
+    **_below("numpy.dtypes", "Int32DType UInt32DType Int64DType UInt64DType Float16DType", AllowedForm.VALUE),
+    **_below("numpy.dtypes", "Float32DType Float64DType Complex64DType Complex128DType", AllowedForm.VALUE),
+    **_below("signal", "Signals Handlers", AllowedForm.MEMBER),
+    **_below("pathlib", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath", AllowedForm.CALL),
+    **_below(
+        "pathlib._local", "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath", AllowedForm.CALL
     ),  # Python 3.13
-    **_below("datetime", "datetime date time timedelta timezone", Form.CALL),
-    "decimal.Decimal": Form.CALL,
-    "uuid.UUID": Form.OBJECT,
-    "types.SimpleNamespace": Form.NAMESPACE,
+    **_below("datetime", "datetime date time timedelta timezone", AllowedForm.CALL),
+    "decimal.Decimal": AllowedForm.CALL,
+    "uuid.UUID": AllowedForm.OBJECT,
+    "types.SimpleNamespace": AllowedForm.NAMESPACE,
 }
 """The closed list of what we write besides torch's, numpy's and Python's own (:data:`MADE_BY_US`).
 
@@ -206,12 +236,17 @@ def may_be_made(name: str, *, new: bool, args: tuple[Any, ...], state: Any, item
         items: Whether it has elements, which are put in by methods of its own.
     """
     form, named = WRITTEN.get(name), type(state) is dict and all(type(key) is str for key in state)
-    if form is None or form is Form.VALUE or items:
+    if form is None or form is AllowedForm.VALUE or items:
         return False
-    if form in (Form.OBJECT, Form.NAMESPACE):
-        return new == (form is Form.OBJECT) and not args and (state is None or named)
+    if form in (AllowedForm.OBJECT, AllowedForm.NAMESPACE):
+        return new == (form is AllowedForm.OBJECT) and not args and (state is None or named)
     plain = all(_is_plain(arg) for arg in args)
-    return new == (form is Form.TUPLE) and state is None and plain and (len(args) == 1 or form is not Form.MEMBER)
+    return (
+        new == (form is AllowedForm.TUPLE)
+        and state is None
+        and plain
+        and (len(args) == 1 or form is not AllowedForm.MEMBER)
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -269,19 +304,19 @@ _HARMFUL_PARTS = frozenset(
 _DOTTED_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
-def judge(name: str, stubs: Collection[str] = ()) -> Verdict:
+def judge(name: str, stubs: Collection[str] = ()) -> PickleVerdict:
     """Decide about one global of a pickle, given by its full dotted name.
 
     A stub runs nothing here, but one that the user asks for is written back under its own name, and a real loader would call
     it there. So what can do harm is refused even then.
     """
     if has_meaning(name):
-        return Verdict.REAL
+        return PickleVerdict.REAL
     if name in WRITTEN:
-        return Verdict.STUB
+        return PickleVerdict.STUB
     if is_harmful(name):
-        return Verdict.HARMFUL
-    return Verdict.STUB if name.startswith(_STUB_PREFIXES) or name in stubs else Verdict.UNKNOWN
+        return PickleVerdict.HARMFUL
+    return PickleVerdict.STUB if name.startswith(_STUB_PREFIXES) or name in stubs else PickleVerdict.UNKNOWN
 
 
 def is_harmful(name: str) -> bool:
@@ -295,7 +330,7 @@ def is_harmful(name: str) -> bool:
     )
 
 
-def require_trust(names: Iterable[str], stubs: Collection[str], file: str) -> dict[str, Verdict]:
+def require_trust(names: Iterable[str], stubs: Collection[str], file: str) -> dict[str, PickleVerdict]:
     """Judge all globals of one pickle.
 
     Args:
@@ -312,14 +347,14 @@ def require_trust(names: Iterable[str], stubs: Collection[str], file: str) -> di
     verdicts = {name: judge(name, stubs) for name in sorted(names)}
     problems = Problems()
     for name, verdict in verdicts.items():
-        if verdict is Verdict.HARMFUL:
+        if verdict is PickleVerdict.HARMFUL:
             problems.add(
                 Untrusted,
                 f"{file}: asks for {name!r}, which can run code or reach the system; it is refused always",
                 "No honest checkpoint needs it: do not load this file with anything else either, "
                 "unless you know who wrote it and why.",
             )
-        elif verdict is Verdict.UNKNOWN:
+        elif verdict is PickleVerdict.UNKNOWN:
             problems.add(
                 Untrusted,
                 f"{file}: asks for {name!r}, which is not known to be harmless "

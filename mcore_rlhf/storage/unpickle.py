@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointError, Corrupt, Incomplete, Unsupported, Untrusted
 from .pickle_scan import scan
 from .stored import StubType, stub_class
-from .trust import Verdict, judge, require_trust
+from .trust import PickleVerdict, judge, require_trust
 
 MAX_NBYTES = 1 << 30
 _MAX_UNKNOWN = 100
@@ -83,7 +83,7 @@ class _Unpickler(pickle.Unpickler):
         found = self._vocabulary.standins.get(full)
         if found is not None:
             return found
-        if self._vocabulary.inert(full) or judge(full, self._stubs) in (Verdict.REAL, Verdict.STUB):
+        if self._vocabulary.inert(full) or judge(full, self._stubs) in (PickleVerdict.REAL, PickleVerdict.STUB):
             return stub_class(full, full in self._stubs)
         if len(self.unknown) < _MAX_UNKNOWN:
             self.unknown.append(full)

@@ -221,7 +221,7 @@ class Ledger(_Sums):
 
 
 @dataclass(slots=True)
-class Watched(_Sums):
+class WatchedLedger(_Sums):
     """A ledger as one task sees it: what passes by is noted in the ledger, and here, for those who come after this process.
 
     Args:
@@ -371,7 +371,7 @@ class Audit:
     """
 
     source: SourceBytes
-    ledger: Ledger | Watched
+    ledger: Ledger | WatchedLedger
     problems: Problems
     progress: Callable[[int], None] = lambda nbytes: None
     distrust: str = ""

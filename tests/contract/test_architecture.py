@@ -338,15 +338,18 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
         visit(name, ())
 
 
-def test_no_class_name_stands_for_three_things() -> None:
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Whoever looks for the name of a class finds that class; names with an underscore are their module's own."""
     found: dict[str, list[str]] = {}
     for path in MODULES:
         for name in re.findall(
-            r"^ *class (\w+)\b", (PROJECT / PACKAGE / path).read_text(encoding="utf-8"), re.MULTILINE
+            r"^ *class ([A-Z]\w*)\b", (PROJECT / PACKAGE / path).read_text(encoding="utf-8"), re.MULTILINE
         ):
             found.setdefault(name, []).append(path.as_posix())
     assert "Publication" in found
-    assert {name: where for name, where in found.items() if len(where) > 2} == {}
+    of_trainers = found.pop("CommittedCheckpointManager")  # each stands in for its trainer's CheckpointManager
+    assert all(path.startswith("integrations/") for path in of_trainers)
+    assert {name: where for name, where in found.items() if len(where) > 1} == {}
 
 
 def given_twice(source: str) -> list[str]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rlhf.demo.trainer import Trainer, seed_everything
+from mcore_rlhf.demo.trainer import DemoTrainer, seed_everything
 
 # isort: split
 import numpy as np
@@ -62,9 +62,11 @@ class Rank:
     """What one rank trains; everything random follows from the same seed."""
 
     def __post_init__(self) -> None:
-        self.frozen = Trainer(MODEL, Parallel(ep=WORLD, dp=WORLD), Training(optimizer="none", seed=7))  # so is this one
+        self.frozen = DemoTrainer(
+            MODEL, Parallel(ep=WORLD, dp=WORLD), Training(optimizer="none", seed=7)
+        )  # so is this one
         self.frozen.evaluate()  # a first pass makes the router's bias fp32, as a first save does
-        self.trainer = Trainer(MODEL, Parallel(ep=WORLD, dp=WORLD), Training())
+        self.trainer = DemoTrainer(MODEL, Parallel(ep=WORLD, dp=WORLD), Training())
         seed_everything(1234)
         self.reference = torch.nn.Linear(300, 300)  # frozen: it is linked
         self.state = RlhfState(algorithm="grpo", extra={"loss": 0.0})

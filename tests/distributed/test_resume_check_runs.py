@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rlhf.errors import NotACheckpoint, StorageError, UsageError
 from mcore_rlhf.manager.prove import command as processes
-from mcore_rlhf.manager.prove.check import CheckOptions, Outcome, ResumeCheck
+from mcore_rlhf.manager.prove.check import CheckOptions, CheckOutcome, ResumeCheck
 from mcore_rlhf.manager.prove.command import Template
 from mcore_rlhf.manager.prove.facts import facts_of
 from mcore_rlhf.manager.prove.profiles import profile_named
@@ -27,7 +27,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_start", starter(toy_trainer.main))
 
 
-def checked(folder: Path, *words: str, options: CheckOptions | None = None) -> Outcome:
+def checked(folder: Path, *words: str, options: CheckOptions | None = None) -> CheckOutcome:
     return ResumeCheck(Template([*PLACES, *METRICS, *words]), folder / "check", options or CheckOptions(3, 2)).run()
 
 

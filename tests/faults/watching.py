@@ -12,7 +12,7 @@ from mcore_rlhf.errors import CheckpointError
 from mcore_rlhf.manager import watch
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.retention import KeepLast
-from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.manager.watch import Watcher, WatchEvent
 from mcore_rlhf.storage.paths import ReadablePath, storage_error
 from tests.faults.scene import Scene, complaints
 from tests.unit.manager.roots import make_step
@@ -27,7 +27,7 @@ class Watch(Scene):
 
     number: int
     _watcher: Watcher | None = field(init=False, default=None)
-    _heard: list[Watched] = field(init=False, default_factory=list)
+    _heard: list[WatchEvent] = field(init=False, default_factory=list)
     _raised: str = field(init=False, default="")
 
     def lay_out(self) -> None:

@@ -27,9 +27,9 @@ def load_and_train(model: TinyGPT, parallel: Parallel, training: Training, root:
     import torch
 
     from mcore_rlhf.demo import megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
-    trainer = Trainer(model, parallel, training)
+    trainer = DemoTrainer(model, parallel, training)
     assert trainer.optimizer is not None
     assert trainer.scheduler is not None
     iteration = int(Path(root, megatron_checkpoint.TRACKER).read_text())

@@ -16,7 +16,7 @@ from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from tests.reference.observing import END, LOOK, Observation, Session, end, look
 
 if TYPE_CHECKING:
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 FULLY_RESHARDABLE = "fully_reshardable"
 DP_RESHARDABLE = "dp_reshardable"
@@ -51,13 +51,13 @@ class DistSession:
 def observe_dist(wanted: DistSession) -> Observation:
     """Train (or continue), and look closely at iterations 2 and 3; every rank of the layout calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
     from tests.reference.engine_model_jobs import freezing
     from tests.reference.observing import experts_per_rank, layer_numbers
 
     session = wanted.session
     with freezing(wanted.frozen):
-        trainer = Trainer(session.model, session.parallel, session.training)
+        trainer = DemoTrainer(session.model, session.parallel, session.training)
     seen = Observation(live_state.coordinates(), layer_numbers(trainer), experts_per_rank(session))
     if wanted.load is not None:
         load(trainer, Path(wanted.load), rng=wanted.rng)
@@ -94,7 +94,7 @@ def write_in_this_process() -> None:
         setattr(filesystem_async, name, queue.Queue)
 
 
-def save(trainer: Trainer, root: Path, sharding: str, more: dict[str, Any]) -> None:
+def save(trainer: DemoTrainer, root: Path, sharding: str, more: dict[str, Any]) -> None:
     """Write a torch_dist checkpoint of all ranks, and the tracker."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -112,7 +112,7 @@ def save(trainer: Trainer, root: Path, sharding: str, more: dict[str, Any]) -> N
     dist.barrier()
 
 
-def load(trainer: Trainer, root: Path, *, rng: bool) -> None:
+def load(trainer: DemoTrainer, root: Path, *, rng: bool) -> None:
     """Load the newest checkpoint of a root, with its optimizer, and its random states where the ranks are the same."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -153,7 +153,7 @@ def found_by_integrity(folder: Path) -> str:
     return ""
 
 
-def content_metadata(trainer: Trainer, sharding: str) -> dict[str, Any]:
+def content_metadata(trainer: DemoTrainer, sharding: str) -> dict[str, Any]:
     """What Megatron-LM writes into ``common.pt``, and builds the state dictionary by when it loads."""
     metadata: dict[str, Any] = {}
     if trainer.training.optimizer == "distributed":
@@ -163,7 +163,7 @@ def content_metadata(trainer: Trainer, sharding: str) -> dict[str, Any]:
     return {**metadata, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
-def _common(trainer: Trainer) -> dict[str, Any]:
+def _common(trainer: DemoTrainer) -> dict[str, Any]:
     from mcore_rlhf.demo import megatron_args
 
     started, consumed = trainer.loaded_iteration, trainer.consumed_train_samples
@@ -175,7 +175,7 @@ def _common(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _sharded(trainer: Trainer, metadata: dict[str, Any], *, is_loading: bool, rng: bool = True) -> dict[str, Any]:
+def _sharded(trainer: DemoTrainer, metadata: dict[str, Any], *, is_loading: bool, rng: bool = True) -> dict[str, Any]:
     from mcore_rlhf.demo import megatron_checkpoint
     from mcore_rlhf.engines.megatron.importing import unwrapped
 
@@ -193,7 +193,7 @@ def _sharded(trainer: Trainer, metadata: dict[str, Any], *, is_loading: bool, rn
     return state
 
 
-def _rng(trainer: Trainer) -> Any:
+def _rng(trainer: DemoTrainer) -> Any:
     """Megatron-LM's ``get_rng_state``: one object per (pp, tp), with experts dealt over ranks per (pp, tp, dp)."""
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -210,7 +210,7 @@ def _rng(trainer: Trainer) -> Any:
     return ShardedObject("rng_state", [megatron_checkpoint.rng_state()], shape, where, replica_id=replica)
 
 
-def _same_ranks(trainer: Trainer, saved: Any) -> bool:
+def _same_ranks(trainer: DemoTrainer, saved: Any) -> bool:
     parallel = trainer.parallel
     stored = (saved.tensor_model_parallel_size, saved.pipeline_model_parallel_size)
     return stored == (parallel.tp, parallel.pp)

@@ -14,7 +14,7 @@ from tests.reference.live_writing import write_live
 from tests.reference.observing import END, LOOK, Observation, Session, end, experts_per_rank, layer_numbers, look
 
 if TYPE_CHECKING:
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
     from mcore_rlhf.engines.megatron.engine import MegatronEngine
 
 
@@ -30,7 +30,7 @@ class Loaded:
     read: int = 0
 
 
-def engine_of(trainer: Trainer) -> MegatronEngine:
+def engine_of(trainer: DemoTrainer) -> MegatronEngine:
     """The engine as a training script makes it."""
     from mcore_rlhf.demo import megatron_args, megatron_checkpoint
     from mcore_rlhf.engines.megatron import MegatronEngine
@@ -113,11 +113,11 @@ def load_at_once(session: Session) -> Observation:
     return seen
 
 
-def new_trainer(session: Session) -> tuple[Trainer, Observation]:
+def new_trainer(session: Session) -> tuple[DemoTrainer, Observation]:
     from mcore_rlhf.demo import live_state
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
-    trainer = Trainer(session.model, session.parallel, session.training)
+    trainer = DemoTrainer(session.model, session.parallel, session.training)
     return trainer, Observation(live_state.coordinates(), layer_numbers(trainer), experts_per_rank(session))
 
 
@@ -166,7 +166,7 @@ def save_lazily(session: Session, root: str) -> list[str]:
     return [*wrong, *([] if names and len(waited) == 1 else [f"{len(names)} files, {len(waited)} waited"])]
 
 
-def save_with_engine(trainer: Trainer, root: Path) -> None:
+def save_with_engine(trainer: DemoTrainer, root: Path) -> None:
     """Write what the engine describes, and what the manager keeps of every rank's random states."""
     import torch
     import torch.distributed as dist
@@ -256,7 +256,7 @@ def swap_halves(file: str) -> None:
     torch.save(content, file)
 
 
-def go_on(trainer: Trainer, seen: Observation) -> None:
+def go_on(trainer: DemoTrainer, seen: Observation) -> None:
     while trainer.iteration < END:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss

@@ -14,7 +14,7 @@ from tests.reference.engine_jobs import engine_of, new_trainer, save_with_engine
 from tests.reference.observing import LOOK, Observation, Session
 
 if TYPE_CHECKING:
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def _global_name(chunk: Any, name: str) -> str:
     return renumbered(name, ahead, experts * parallel_state.get_expert_model_parallel_rank())
 
 
-def step_on_noise(trainer: Trainer) -> None:
+def step_on_noise(trainer: DemoTrainer) -> None:
     """An optimizer step without a loss: gradients are noise, equal where parameters are copies of one another."""
     import torch
     from megatron.core import parallel_state

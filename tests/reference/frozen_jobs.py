@@ -13,7 +13,7 @@ from tests.reference.observing import Session
 if TYPE_CHECKING:
     import torch
 
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 REFERENCE = "reference"
 CHANGED, LAST = 3, 6
@@ -38,17 +38,17 @@ class Seen:
     report: tuple[str, ...] = ()
 
 
-def _pair(session: Session, seed: int) -> dict[str, Trainer]:
-    from mcore_rlhf.demo.trainer import Trainer
+def _pair(session: Session, seed: int) -> dict[str, DemoTrainer]:
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
     frozen = replace(session.training, optimizer="none", seed=seed + 1)
     return {
-        REFERENCE: Trainer(session.model, session.parallel, frozen),
-        "actor": Trainer(session.model, session.parallel, replace(session.training, seed=seed)),
+        REFERENCE: DemoTrainer(session.model, session.parallel, frozen),
+        "actor": DemoTrainer(session.model, session.parallel, replace(session.training, seed=seed)),
     }
 
 
-def _seen(trainers: Mapping[str, Trainer], iteration: int = 0, report: tuple[str, ...] = ()) -> Seen:
+def _seen(trainers: Mapping[str, DemoTrainer], iteration: int = 0, report: tuple[str, ...] = ()) -> Seen:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

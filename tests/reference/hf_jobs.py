@@ -29,9 +29,9 @@ def logits(model: TinyGPT, root: str, tokens: list[list[int]]) -> Logits:
     import torch
 
     from mcore_rlhf.demo import megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
-    trainer = Trainer(model, Parallel(), Training(optimizer="none"))
+    trainer = DemoTrainer(model, Parallel(), Training(optimizer="none"))
     (file,) = Path(root).glob("*/mp_rank_00/model_optim_rng.pt")
     state = torch.load(file, weights_only=False)  # written a moment ago by our own conversion
     megatron_checkpoint._load_model(trainer, state)

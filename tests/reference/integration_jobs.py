@@ -17,7 +17,7 @@ from tests.reference.observing import END, LOOK, Observation, Session, look
 from tests.unit.integrations.fake_megatron import FakeMegatron, script_args
 
 if TYPE_CHECKING:
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 FLOPS = 1000.0
 
@@ -65,13 +65,13 @@ def run_script(session: Session, given: dict[str, Any], asynchronous: bool = Fal
     return Ran(seen, loaded, megatron.args.consumed_train_samples, printed)
 
 
-def step(trainer: Trainer, seen: Observation, args: Namespace) -> None:
+def step(trainer: DemoTrainer, seen: Observation, args: Namespace) -> None:
     loss = trainer.train_step()
     seen.losses[trainer.iteration] = loss
     args.consumed_train_samples = trainer.consumed_train_samples
 
 
-def arguments(trainer: Trainer, session: Session, given: dict[str, Any]) -> Namespace:
+def arguments(trainer: DemoTrainer, session: Session, given: dict[str, Any]) -> Namespace:
     """Megatron-LM's ``args``: those that describe the model, and those that the drop-in looks at."""
     from mcore_rlhf.demo import megatron_args
 

@@ -34,12 +34,12 @@ class MuonRun:
 
 def train(run: MuonRun) -> dict[int, float]:
     """Train (or continue) to iteration 3; every rank of the layout calls. Returns the losses."""
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
     from tests.reference import dist_jobs
 
     losses: dict[int, float] = {}
     with _with_muon(run.kind):
-        trainer = Trainer(run.session.model, run.session.parallel, run.session.training)
+        trainer = DemoTrainer(run.session.model, run.session.parallel, run.session.training)
         if run.load is not None:
             dist_jobs.load(trainer, Path(run.load), rng=True)
         while trainer.iteration < END:

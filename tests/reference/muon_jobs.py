@@ -25,7 +25,7 @@ from tests.reference.observing import END, LOOK, Observation, Session
 if TYPE_CHECKING:
     import torch
 
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
     from mcore_rlhf.engines.megatron.engine import MegatronEngine
 
 OPTIONS = ManagerOptions(timeout=60, fsync=False, catch_signals=False)
@@ -318,7 +318,7 @@ def arguments(kind: str) -> Iterator[None]:
         megatron_args.build = usual
 
 
-def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
+def engine_of(trainer: DemoTrainer, kind: str) -> MegatronEngine:
     """The engine, with arguments as Megatron-LM's are for such an optimizer."""
     engine = engine_jobs.engine_of(trainer)
     usual, optimizer = engine._args, KINDS[kind].get("optimizer", "adam")
@@ -341,7 +341,7 @@ def engine_of(trainer: Trainer, kind: str) -> MegatronEngine:
     return engine
 
 
-def states_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def states_of(trainer: DemoTrainer) -> dict[str, torch.Tensor]:
     """Every tensor of the model and of every optimizer of the chain, by where it stands: the test's own count of them."""
     import torch
 
@@ -358,7 +358,7 @@ def states_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def look(trainer: Trainer, session: Session) -> Observation:
+def look(trainer: DemoTrainer, session: Session) -> Observation:
     """The same by state and name, what data-parallel ranks share out whole again where it is cut."""
     import torch
 
@@ -388,7 +388,7 @@ def _members(optimizer: Any) -> list[Any]:
     return [optimizer] if chained is None else [inner for one in chained for inner in _members(one)]
 
 
-def train_on(trainer: Trainer, seen: Seen, until: int) -> None:
+def train_on(trainer: DemoTrainer, seen: Seen, until: int) -> None:
     while trainer.iteration < until:
         loss = trainer.train_step()
         seen.losses[trainer.iteration] = loss

@@ -16,7 +16,7 @@ from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 if TYPE_CHECKING:
     import torch
 
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 LOOK, END = 2, 3
 
@@ -60,9 +60,9 @@ class Observation:
 def observe(session: Session) -> Observation:
     """Train (or continue) to iteration 3, and look closely at 2 and 3; every rank of the layout calls."""
     from mcore_rlhf.demo import live_state, megatron_checkpoint
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
-    trainer = Trainer(session.model, session.parallel, session.training)
+    trainer = DemoTrainer(session.model, session.parallel, session.training)
     seen = Observation(live_state.coordinates(), layer_numbers(trainer), experts_per_rank(session))
     if session.load is not None:
         megatron_checkpoint.load(trainer, session.load)
@@ -79,7 +79,7 @@ def observe(session: Session) -> Observation:
     return seen
 
 
-def end(trainer: Trainer, seen: Observation) -> None:
+def end(trainer: DemoTrainer, seen: Observation) -> None:
     """What the run has become, and what the loss of the next batch is: enough to see what the optimizer did, without another step."""
     from mcore_rlhf.demo import live_state
 
@@ -87,7 +87,7 @@ def end(trainer: Trainer, seen: Observation) -> None:
     seen.losses[END + 1] = trainer.evaluate()
 
 
-def look(trainer: Trainer, seen: Observation) -> None:
+def look(trainer: DemoTrainer, seen: Observation) -> None:
     from mcore_rlhf.demo import live_state
 
     assert trainer.iteration == LOOK
@@ -99,7 +99,7 @@ def look(trainer: Trainer, seen: Observation) -> None:
         seen.scaler.extend(loss_scalers(trainer))
 
 
-def layer_numbers(trainer: Trainer) -> dict[str, int]:
+def layer_numbers(trainer: DemoTrainer) -> dict[str, int]:
     """The global number of every decoder layer, as Megatron's own layers say, by its local name."""
     from mcore_rlhf.demo.megatron_checkpoint import model_keys
     from mcore_rlhf.engines.megatron.importing import unwrapped
@@ -117,7 +117,7 @@ def experts_per_rank(session: Session) -> int:
     return (session.model.num_experts or 0) // session.parallel.ep
 
 
-def group_of_parameters(trainer: Trainer) -> dict[str, dict[str, Any]]:
+def group_of_parameters(trainer: DemoTrainer) -> dict[str, dict[str, Any]]:
     """The fields of the optimizer group that each parameter of this rank is in."""
     from mcore_rlhf.demo import live_state
 
@@ -140,7 +140,7 @@ def members(optimizer: Any, names: dict[Any, str]) -> Iterator[tuple[Any, dict[s
     yield from ((masters[held], group) for group in groups for held in group["params"])
 
 
-def loss_scalers(trainer: Trainer) -> list[dict[str, Any]]:
+def loss_scalers(trainer: DemoTrainer) -> list[dict[str, Any]]:
     scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in trainer.optimizer.chained_optimizers]
     states = [scaler.state_dict() for scaler in scalers if scaler is not None]
     return [

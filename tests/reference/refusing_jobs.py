@@ -16,7 +16,7 @@ from tests.reference.engine_jobs import compare, engine_of
 from tests.reference.observing import Session
 
 if TYPE_CHECKING:
-    from mcore_rlhf.demo.trainer import Trainer
+    from mcore_rlhf.demo.trainer import DemoTrainer
 
 VICTIM = 1
 """The rank on which a role refuses."""
@@ -26,7 +26,7 @@ VICTIM = 1
 class Run:
     """A Megatron actor, a critic of plain torch, prompts and counters."""
 
-    trainer: Trainer
+    trainer: DemoTrainer
     critic: Any
     optimizer: Any
     scheduler: Any
@@ -37,9 +37,9 @@ class Run:
     def new(cls, session: Session, seed: int) -> Run:
         import torch
 
-        from mcore_rlhf.demo.trainer import Trainer
+        from mcore_rlhf.demo.trainer import DemoTrainer
 
-        trainer = Trainer(session.model, session.parallel, session.training)
+        trainer = DemoTrainer(session.model, session.parallel, session.training)
         torch.manual_seed(seed)
         critic = torch.nn.Linear(8, 3)
         optimizer = torch.optim.AdamW(critic.parameters(), lr=0.1)

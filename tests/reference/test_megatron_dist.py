@@ -19,7 +19,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.will_resume import Forecast, forecast, loader_named
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from mcore_rlhf.storage.reading import OpenFiles
 from mcore_rlhf.trainers.resuming import Outcome, Thing
 from mcore_rlhf.trainers.settings_file import read_settings
@@ -271,7 +271,7 @@ def test_what_of_flat_buckets_was_frozen_is_asked_where_values_do_not_tell(dist_
         LayoutMismatch, match=r"decoder\.layers\.0\..*norm\.weight, decoder\.layers\.1\..*norm\.weight cannot be told"
     ):
         opened(root / "dist")
-    told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((Rule("decoder.layers.0.*", trainable=False),))))
+    told = open_checkpoint(root / "dist", ReadOptions(rules=Rules((ParamRule("decoder.layers.0.*", trainable=False),))))
     assert_equal(told, opened(root / "legacy"))
 
 

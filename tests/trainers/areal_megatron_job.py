@@ -11,7 +11,7 @@ import multiprocessing
 from dataclasses import replace
 from typing import Any
 
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 
 # isort: split
 import torch
@@ -31,7 +31,7 @@ class Run:
         from areal.engine.megatron_utils.checkpointer import MegatronCheckpointManager
 
         training = Training(seed=orders["seed"])
-        self.trainer = Trainer(model_of(orders), Parallel(**orders["parallel"]), training)
+        self.trainer = DemoTrainer(model_of(orders), Parallel(**orders["parallel"]), training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
         write_in_this_process()
         self.manager = MegatronCheckpointManager(

@@ -27,7 +27,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 
 from mcore_rlhf.demo import cpu_megatron
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.integrations import megatron_bridge
 from tests.trainers.absent import stand_in
 from tests.trainers.seam_kills import Told
@@ -114,7 +114,7 @@ def loads(bridge: Any, folders: list[str]) -> list[Any]:
     """
     found: list[Any] = []
     for folder in folders:
-        run = Trainer(
+        run = DemoTrainer(
             TinyGPT(**TINY, dtype="bf16", dropout=0.0),
             Parallel(),
             Training(micro_batch_size=2, global_batch_size=4, seed=9),
@@ -148,7 +148,7 @@ def main(job: str, folder: str, result: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{result}.{job}.store", rank=rank, world_size=world)
     bridge = imported()
     with cpu_megatron.CudaMeansCpu():
-        run = Trainer(
+        run = DemoTrainer(
             TinyGPT(**TINY, dtype="bf16", dropout=0.0),
             Parallel(dp=world),
             Training(micro_batch_size=2, global_batch_size=4),

@@ -29,7 +29,7 @@ from transformers import GenerationMixin, Qwen2Config  # noqa: F401  # before em
 
 from mcore_rlhf.demo import cpu_megatron
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from tests.trainers.absent import stand_in
 
 stand_in("transformer_engine", "triton", "modelscope", "binpacking", "json_repair", "nvidia_resiliency_ext", "trl")
@@ -79,8 +79,8 @@ def arguments(declared: Any, tp: int, **given: object) -> Namespace:
     return Namespace(**{**values, **ours, **given})
 
 
-def trainer(tp: int, world: int) -> Trainer:
-    return Trainer(
+def trainer(tp: int, world: int) -> DemoTrainer:
+    return DemoTrainer(
         TinyGPT(**TINY, dtype="bf16", dropout=0.0), Parallel(tp=tp, dp=world // tp), Training(micro_batch_size=2, global_batch_size=4)
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ class Run:
     def __init__(self, tp: int, pp: int, world: int, ckpt_format: str, kind: str, sharding: bool) -> None:
         strategy = imported()
         trainer.build_chunk = chunk_of
-        self.of = trainer.Trainer(
+        self.of = trainer.DemoTrainer(
             TinyGPT(**TINY, dtype="bf16", dropout=0.0), Parallel(tp=tp, pp=pp, dp=world // (tp * pp)),
             Training(micro_batch_size=2, global_batch_size=4, optimizer=kind),
         )  # fmt: skip

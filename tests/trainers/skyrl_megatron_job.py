@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 
 # isort: split
 import torch
@@ -45,7 +45,7 @@ class Run:
         if orders.get("lora"):
             building = trainer.build_chunk
             trainer.build_chunk = lambda *given: bridge_jobs._adapted(building(*given))
-        self.trainer = Trainer(model_of(orders), Parallel(**orders["parallel"]), training)
+        self.trainer = DemoTrainer(model_of(orders), Parallel(**orders["parallel"]), training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
         write_in_this_process()
         config = MegatronConfig(dist_ckpt_optim_fully_reshardable=orders.get("fully", False))

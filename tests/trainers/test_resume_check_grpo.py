@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rlhf.manager.prove.check import CheckOptions, Outcome, ResumeCheck
+from mcore_rlhf.manager.prove.check import CheckOptions, CheckOutcome, ResumeCheck
 from mcore_rlhf.manager.prove.command import Template
 
 PROJECT = Path(__file__).parents[2]
 _RUN = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('tests.trainers.grpo_checked', run_name='__main__')"
 
 
-def checked(trainers: Path, job: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Outcome:
+def checked(trainers: Path, job: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CheckOutcome:
     found = sorted(trainers.glob("trl-[0-9]*"))
     if not found:
         pytest.skip(f"{trainers}: has no trl-1.16.0")

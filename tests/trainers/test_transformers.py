@@ -27,7 +27,7 @@ from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.manager.convert_step import convert_step, prepare_step
 from mcore_rlhf.manager.subject import find
 from mcore_rlhf.manager.will_resume import forecast, loader_named
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
 from mcore_rlhf.verify.checkpoint import verify
 from tests.helpers.catalog_values import tensor_of
@@ -163,7 +163,7 @@ def frozen(trained: Any, parts: tuple[str, ...]) -> Any:
     return trained
 
 
-LOWER_LAYER = Rules((Rule("model.layers.0.*", trainable=False),))
+LOWER_LAYER = Rules((ParamRule("model.layers.0.*", trainable=False),))
 SETTINGS: dict[str, tuple[tuple[str, ...], Rules, dict[str, Any]]] = {
     "norms and biases frozen": (("norm", "bias"), Rules(), {}),
     "lower layer frozen": (("layers.0.",), LOWER_LAYER, {}),

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 
 # isort: split
 import torch
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, orders: dict[str, Any]) -> None:
         parallel = Parallel(**orders["parallel"])
         training = Training(seed=orders["seed"], optimizer=orders.get("optimizer", "distributed"))
-        make = with_adapters if orders.get("lora") else Trainer
+        make = with_adapters if orders.get("lora") else DemoTrainer
         self.trainer = make(model_of(orders), parallel, training)
         self.trainer.training = replace(training, seed=1)  # whatever the first weights are, the batches are the same
         self.trainer.config.inference_cuda_graph_scope = None
@@ -95,7 +95,7 @@ def by_steps(scheduler: Any) -> Iterator[None]:
         del scheduler.step
 
 
-def with_adapters(model: TinyGPT, parallel: Parallel, training: Training) -> Trainer:
+def with_adapters(model: TinyGPT, parallel: Parallel, training: Training) -> DemoTrainer:
     """The trainer of a model whose adapters alone are trained, which Megatron-Bridge would have put there."""
     from mcore_rlhf.demo import trainer
     from tests.reference import bridge_jobs
@@ -103,7 +103,7 @@ def with_adapters(model: TinyGPT, parallel: Parallel, training: Training) -> Tra
     building = trainer.build_chunk
     trainer.build_chunk = lambda *args: bridge_jobs._adapted(building(*args))
     try:
-        return Trainer(model, parallel, training)
+        return DemoTrainer(model, parallel, training)
     finally:
         trainer.build_chunk = building
 
@@ -128,7 +128,7 @@ def keep_adapters(state: dict[str, Any], peft: Any) -> dict[str, Any]:
     return {**state, **own}
 
 
-def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
+def manager_of(trainer: DemoTrainer, orders: dict[str, Any]) -> Any:
     from omegaconf import OmegaConf
     from transformers import LlamaConfig
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
@@ -161,7 +161,7 @@ def manager_of(trainer: Trainer, orders: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-def bridge_of(hf: Any, trainer: Trainer, base: str) -> Any:
+def bridge_of(hf: Any, trainer: DemoTrainer, base: str) -> Any:
     """mbridge's own, with the names of norms that are modules of their own beside those of Transformer Engine, of which it knows alone."""
     from mbridge.models.llama import LLaMABridge
 

@@ -14,11 +14,11 @@ from mcore_rlhf.demo.model import DTYPES
 from mcore_rlhf.demo.rl.models import frozen_copy
 from mcore_rlhf.demo.rl.passes import Batch, Passes
 from mcore_rlhf.demo.rl.task import Reversal
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.manager.run.rng import captured, put_back
 
 
-def fixed_log_probs(actor: Trainer, dtype: Literal["fp32", "fp64"]) -> torch.Tensor:
+def fixed_log_probs(actor: DemoTrainer, dtype: Literal["fp32", "fp64"]) -> torch.Tensor:
     """Log-probabilities of every token of all prompts with their right answers; every rank calls.
 
     A copy of the model is made for it, with the same weights in a wider type, and no random number is used up.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
 from mcore_rlhf.demo.model import build_chunk, transformer_config, virtual_stages
-from mcore_rlhf.demo.trainer import Trainer, seed_everything
+from mcore_rlhf.demo.trainer import DemoTrainer, seed_everything
 from mcore_rlhf.engines.megatron.importing import unwrapped
 
 
@@ -29,12 +29,12 @@ class Models:
         critic: The value model of PPO, with optimizer and scheduler of its own; None for GRPO.
     """
 
-    actor: Trainer
+    actor: DemoTrainer
     reference: list[torch.nn.Module]
-    critic: Trainer | None
+    critic: DemoTrainer | None
 
     @property
-    def trained(self) -> dict[str, Trainer]:
+    def trained(self) -> dict[str, DemoTrainer]:
         """The models with an optimizer, by role."""
         return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
 
@@ -50,14 +50,14 @@ def build_models(model: TinyGPT, parallel: Parallel, training: Training, *, crit
         training: How actor and critic are trained.
         critic: Whether there is one.
     """
-    actor = Trainer(model, parallel, training)
-    value = Trainer(replace(model, value_head=True), parallel, training) if critic else None
+    actor = DemoTrainer(model, parallel, training)
+    value = DemoTrainer(replace(model, value_head=True), parallel, training) if critic else None
     models = Models(actor, frozen_copy(actor), value)
     seed_everything(training.seed)
     return models
 
 
-def frozen_copy(actor: Trainer, dtype: Literal["fp32", "fp64"] | None = None) -> list[torch.nn.Module]:
+def frozen_copy(actor: DemoTrainer, dtype: Literal["fp32", "fp64"] | None = None) -> list[torch.nn.Module]:
     """The chunks of a model again, with the same weights and no gradients; in another type, if one is given."""
     model = actor.model if dtype is None else replace(actor.model, dtype=dtype)
     config = transformer_config(model, actor.parallel)
@@ -70,7 +70,7 @@ def frozen_copy(actor: Trainer, dtype: Literal["fp32", "fp64"] | None = None) ->
     return chunks
 
 
-def digest(trainer: Trainer) -> str:
+def digest(trainer: DemoTrainer) -> str:
     """SHA-256 over the parameters of all ranks, in the order of ranks, chunks and Megatron's own parameters.
 
     It depends on the layout. Every rank calls and gets the same.
@@ -81,17 +81,17 @@ def digest(trainer: Trainer) -> str:
     return _over_ranks(_parameters(trainer))
 
 
-def optimizer_digest(trainer: Trainer) -> str:
+def optimizer_digest(trainer: DemoTrainer) -> str:
     """SHA-256 over the fp32 masters and the moments of all ranks, in the same way."""
     return _over_ranks(_optimizer_tensors(trainer))
 
 
-def _parameters(trainer: Trainer) -> Iterator[torch.Tensor]:
+def _parameters(trainer: DemoTrainer) -> Iterator[torch.Tensor]:
     for chunk in unwrapped(trainer.chunks):
         yield from chunk.parameters()
 
 
-def _optimizer_tensors(trainer: Trainer) -> Iterator[torch.Tensor]:
+def _optimizer_tensors(trainer: DemoTrainer) -> Iterator[torch.Tensor]:
     if trainer.optimizer is None:
         return
     for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):

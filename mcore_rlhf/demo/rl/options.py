@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mcore_rlhf.demo.configs import Parallel, TinyGPT, Training
-from mcore_rlhf.demo.rl.settings import Algorithm, Settings
+from mcore_rlhf.demo.rl.settings import Algorithm, RlSettings
 from mcore_rlhf.demo.rl.task import VOCABULARY, Reversal
 from mcore_rlhf.errors import CheckpointError, Problems, Unsupported, UsageError
 
@@ -94,7 +94,7 @@ class Options:
     micro_batches: int | None = None
     config: Path | None = None
     must_exist: bool = False
-    hyper: Settings = field(default_factory=Settings)
+    hyper: RlSettings = field(default_factory=RlSettings)
 
     @property
     def root(self) -> Path:
@@ -107,7 +107,7 @@ class Options:
         return 5
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> RlSettings:
         """What the algorithm is told."""
         own = {name: getattr(self, name) for name in ("algorithm", "prompts_per_step", "group_size", "seed")}
         return replace(self.hyper, **own)
@@ -359,9 +359,9 @@ def options_of(path: Path) -> dict[str, object]:
     }
 
 
-def _settings(config: RunConfig) -> Settings:
-    algorithm, default = config.algorithm, Settings()
-    return Settings(
+def _settings(config: RunConfig) -> RlSettings:
+    algorithm, default = config.algorithm, RlSettings()
+    return RlSettings(
         updates=algorithm.n_minibatches,
         clip_ratio=algorithm.clip.low,
         value_clip=algorithm.clip.value or default.value_clip,

@@ -18,10 +18,10 @@ from mcore_rlhf.demo import megatron_args
 from mcore_rlhf.demo.rl.metrics import MetricsLog, Value
 from mcore_rlhf.demo.rl.models import Models, build_models, digest, optimizer_digest
 from mcore_rlhf.demo.rl.options import Options, in_own_words
-from mcore_rlhf.demo.rl.settings import Settings
+from mcore_rlhf.demo.rl.settings import RlSettings
 from mcore_rlhf.demo.rl.task import Reversal
 from mcore_rlhf.demo.rl.trainer import RLTrainer, StepResult
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.engines.megatron.engine import MegatronEngine
 from mcore_rlhf.errors import CheckpointError, log_of
 from mcore_rlhf.manager.rlhf.controls import AdaptiveKL, FixedKL, KLController
@@ -51,7 +51,7 @@ def engines(models: Models) -> dict[str, MegatronEngine]:
     return {**named, "reference": MegatronEngine(models.reference, args=_frozen_arguments(models.actor))}
 
 
-def _arguments(trainer: Trainer) -> Callable[[], Namespace]:
+def _arguments(trainer: DemoTrainer) -> Callable[[], Namespace]:
     def now() -> Namespace:
         started, consumed = trainer.loaded_iteration, trainer.consumed_train_samples
         return megatron_args.build(trainer.model, trainer.parallel, trainer.training, started, consumed)
@@ -59,7 +59,7 @@ def _arguments(trainer: Trainer) -> Callable[[], Namespace]:
     return now
 
 
-def _frozen_arguments(actor: Trainer) -> Namespace:
+def _frozen_arguments(actor: DemoTrainer) -> Namespace:
     frozen = replace(actor.training, optimizer="none")
     return megatron_args.build(actor.model, actor.parallel, frozen, 0, 0)
 
@@ -250,7 +250,7 @@ class Run:
         return line
 
 
-def kl_controller(settings: Settings) -> KLController:
+def kl_controller(settings: RlSettings) -> KLController:
     """The controller of the KL coefficient, at its beginning."""
     if settings.kl_target is None:
         return FixedKL(settings.kl_coef)

@@ -11,7 +11,7 @@ Algorithm = Literal["grpo", "ppo"]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RlSettings:
     """The algorithm and its hyper-parameters.
 
     Args:

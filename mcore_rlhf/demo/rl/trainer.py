@@ -20,9 +20,9 @@ from mcore_rlhf.demo.rl import losses as advantages
 from mcore_rlhf.demo.rl.losses import log_probs
 from mcore_rlhf.demo.rl.models import Models
 from mcore_rlhf.demo.rl.passes import Batch, Passes, global_sum
-from mcore_rlhf.demo.rl.settings import Settings
+from mcore_rlhf.demo.rl.settings import RlSettings
 from mcore_rlhf.demo.rl.task import PAD, Reversal, answer_length
-from mcore_rlhf.demo.trainer import Trainer
+from mcore_rlhf.demo.trainer import DemoTrainer
 from mcore_rlhf.manager.rlhf.prompts import Prompt, shard
 
 _BELOW_ONE = 1.0 - 2.0**-24
@@ -159,7 +159,7 @@ class RLTrainer:
         micro_batches: Parts into which a rank's batch is cut.
     """
 
-    def __init__(self, models: Models, settings: Settings, task: Reversal, micro_batches: int) -> None:
+    def __init__(self, models: Models, settings: RlSettings, task: Reversal, micro_batches: int) -> None:
         self.models, self.settings, self.task = models, settings, task
         self._policy = Passes(micro_batches, models.actor.model.vocab_size)
         self._values = Passes(micro_batches)
@@ -211,7 +211,7 @@ class RLTrainer:
         kl = losses.kl_estimate(batch["old"], batch["reference"])
         return batch, losses.masked_mean(kl, rollouts.mask).double()
 
-    def _judged(self, critic: Trainer, batch: Batch, rollouts: Rollouts, kl_coef: float) -> Batch:
+    def _judged(self, critic: DemoTrainer, batch: Batch, rollouts: Rollouts, kl_coef: float) -> Batch:
         """Values, and the advantages and returns that follow from them."""
         settings, mask = self.settings, rollouts.mask
         values = self._values.forward(critic.chunks, batch, self._answer_values) * mask
@@ -256,7 +256,7 @@ class RLTrainer:
         return output[:, self.task.prompt_length - 1 : -1, 0].float()
 
 
-def _optimized(trainer: Trainer, passes: Passes, batch: Batch, loss: object) -> tuple[float, float]:
+def _optimized(trainer: DemoTrainer, passes: Passes, batch: Batch, loss: object) -> tuple[float, float]:
     """One optimizer step; the loss and the norm of the gradients."""
     if trainer.optimizer is None or trainer.scheduler is None:
         raise ValueError("a model without an optimizer cannot be trained")

@@ -24,7 +24,7 @@ from mcore_rlhf.storage.pt import Pt
 from ..base import Engine, LiveFile, LiveState, LoadRequest
 from ..load import Load
 from ..optimizers import say_what_is_unknown
-from ..save import LiveTree, Memory
+from ..save import LiveTree, MemoryRanges
 from ..until_step import UntilStep
 from .load import DeepSpeedHooks, LiveOwner, Restored, load_from
 from .model import LiveOptimizer, live_optimizer, state_tensors, weights_of
@@ -129,7 +129,7 @@ class DeepSpeedEngine:
             trees.append(tree)
         texts = {LATEST: tag} if self.save_latest and rank == self.ranks[0] else {}
         weights, frozen = weights_of(self.engine, live), not self.exclude_frozen_parameters
-        alive = state_tensors(self.engine, live, weights, Memory.of(files, trees), frozen=frozen)
+        alive = state_tensors(self.engine, live, weights, MemoryRanges.of(files, trees), frozen=frozen)
         return LiveState(FORMAT.name, self.layout, tuple(files), texts, tuple(alive))
 
     def until_step(self) -> UntilStep | None:

@@ -21,7 +21,7 @@ from mcore_rlhf.layouts.zero import BorderGroup, FlatGroup, Group, SlicedGroup
 
 from ..base import StateTensor
 from ..optimizers import is_elementwise
-from ..save import BUFFER, Alive, Memory, of_optimizer
+from ..save import BUFFER, Alive, MemoryRanges, of_optimizer
 
 States = Mapping[int, tuple[str, ...]]
 """Of every flat tensor, by number, the names of its states, without the master."""
@@ -278,7 +278,7 @@ _ASIDE = "muon_momentum_buffer_partitioned_groups_flat"
 
 
 def state_tensors(
-    engine: Any, live: LiveOptimizer | None, weights: Sequence[Weight], memory: Memory, *, frozen: bool
+    engine: Any, live: LiveOptimizer | None, weights: Sequence[Weight], memory: MemoryRanges, *, frozen: bool
 ) -> Iterator[StateTensor]:
     """All that is alive on this rank.
 

@@ -18,7 +18,7 @@ from mcore_rlhf.errors import Problems, Unsupported
 
 from ..base import LiveState, StateTensor
 from ..optimizers import is_elementwise, is_stock
-from ..save import BUFFER, Alive, Memory, of_optimizer
+from ..save import BUFFER, Alive, MemoryRanges, of_optimizer
 from ..stateful import no_bytes
 from .geometry import FlatParams, FlatSplit, Meshes, MeshSplit, Replicated, Split
 
@@ -267,7 +267,7 @@ def state_tensors(
         rank: This global rank.
         ranks: All that write.
     """
-    memory, splits = Memory.of(state.files), dict[tuple[str, str], Split]()
+    memory, splits = MemoryRanges.of(state.files), dict[tuple[str, str], Split]()
     alive = list[Alive]()
     for one in module.tensors:
         kind = PARAM if isinstance(one.whole, torch.nn.Parameter) else BUFFER

@@ -44,7 +44,7 @@ _EXPERT = "is_expert_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ToldPart:
     """What a rank tells of a parameter, all or a part of whose states it has.
 
     Args:
@@ -63,7 +63,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldParam:
     """What a rank tells those that it shares dense parameters or experts with.
 
     Args:
@@ -72,11 +72,11 @@ class Told:
         whole: Whether each of its states has one value per element, so that it can lie with another rank.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[ToldPart]
     groups: Sequence[Sequence[Fields]]
     whole: bool
 
-    def expert(self, part: Part) -> bool:
+    def expert(self, part: ToldPart) -> bool:
         """Whether a part is of an expert that other ranks share than dense parameters."""
         return bool(self.groups[part.member][part.group].get(_EXPERT))
 
@@ -98,7 +98,7 @@ class BySize:
     model: LiveModel
     chain: Sequence[ChainMember]
     ranks: Sequence[int]
-    told: Sequence[Told]
+    told: Sequence[ToldParam]
     converted: list[torch.Tensor] = field(default_factory=list)
     """Live tensors that go into a file in another form."""
 
@@ -151,9 +151,9 @@ class BySize:
         return {(chunk.vpp_rank, name): p for chunk in self.model.chunks for name, p in chunk.parameters().items()}
 
     @cached_property
-    def _known(self) -> dict[At, Part]:
+    def _known(self) -> dict[At, ToldPart]:
         """What was told of every parameter of this rank; other parameters of other ranks have the same names."""
-        found: dict[At, Part] = {}
+        found: dict[At, ToldPart] = {}
         for rank, told in zip(self.ranks, self.told, strict=True):
             found.update(
                 (one.at, one) for one in told.parts if rank in self._sharing(self.place.rank, told.expert(one))
@@ -266,7 +266,7 @@ class BySize:
         return found
 
 
-def _told(model: LiveModel, chain: Sequence[ChainMember]) -> Told:
+def _told(model: LiveModel, chain: Sequence[ChainMember]) -> ToldParam:
     names = {param: (chunk.vpp_rank, name) for chunk in model.chunks for name, param in chunk.parameters().items()}
     parts, whole = [], True
     for member in chain:
@@ -275,8 +275,8 @@ def _told(model: LiveModel, chain: Sequence[ChainMember]) -> Told:
             kept = member.inner.state.get(member.main_param(owned), {}) if member.stepped else {}
             numbers = {name: _number(value) for name, value in kept.items() if _number(value) is not None}
             whole &= member.kind == DISTRIBUTED or kept.keys() <= {*states, *numbers} - FACTORS
-            parts.append(Part(names[owned.param], member.number, owned.group, states, numbers))
-    return Told(parts, [_group_fields(member) for member in chain], whole)
+            parts.append(ToldPart(names[owned.param], member.number, owned.group, states, numbers))
+    return ToldParam(parts, [_group_fields(member) for member in chain], whole)
 
 
 def _states(member: ChainMember, owned: Owned) -> dict[str, tuple[torch.Tensor | None, torch.dtype]]:

@@ -25,7 +25,7 @@ from mcore_rlhf.storage.stored import NAMESPACES, Namespace, Stub
 
 from ..base import Engine, HasRng, LiveFile, LiveState, LoadRequest
 from ..load import Load
-from ..save import Memory
+from ..save import MemoryRanges
 from ..until_step import UntilStep
 from .arguments import described
 from .by_size import BySize
@@ -110,10 +110,10 @@ class MegatronEngine:
             args = self._current_args()
             fresh = self._fresh(args) if self.optimizer is None and self.scheduler is None else None
             found.append(files.model_file({"args": Namespace(args)}, self._after(step, args), fresh))
-        whole = Memory.of(found, files.trees)
+        whole = MemoryRanges.of(found, files.trees)
         found += [*files.optimizer_files(), *files.layer_wise_files()]
         texts = {TRACKER: str(step)} if self.place.rank == self.ranks[0] else {}
-        memory = Memory.of(found, files.trees)
+        memory = MemoryRanges.of(found, files.trees)
         for tensor in files.converted:
             memory.put(tensor)
         alive = Counting(self.place, self.model, self.chain, self.optimizer, whole, memory).state_tensors()

@@ -26,7 +26,7 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from ..base import LiveFile, Segment, StateTensor
 from ..optimizers import STEP
-from ..save import Alive, LiveTree, Memory, given_otherwise, of_module, of_optimizer, torch_optimizers
+from ..save import Alive, LiveTree, MemoryRanges, given_otherwise, of_module, of_optimizer, torch_optimizers
 from .by_size import BySize
 from .model import LiveModel
 from .optimizers import PARAM_KEY, ChainMember, Owned, rank_by_rank
@@ -207,8 +207,8 @@ class Counting:
     model: LiveModel
     chain: Sequence[ChainMember | None]
     optimizer: object
-    whole: Memory
-    memory: Memory
+    whole: MemoryRanges
+    memory: MemoryRanges
 
     def state_tensors(self) -> Iterator[StateTensor]:
         """All of it. Ranks with one folder have the same model, and of a plain optimizer the same states."""
@@ -220,7 +220,7 @@ class Counting:
         ):  # asked for itself: a chain may have more than is understood of it
             member = known.get(id(inner))
             among = None if member is None else self._among(member)
-            yield from (self.memory if member is not None else Memory()).counted(self._kept(inner, member), among)
+            yield from (self.memory if member is not None else MemoryRanges()).counted(self._kept(inner, member), among)
 
     def _kept(self, inner: object, member: ChainMember | None) -> Iterator[Alive]:
         """What an optimizer keeps; masters are what it trains and the model does not have."""

@@ -15,7 +15,7 @@ from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.engines.stateful import torch_values
 from mcore_rlhf.errors import CheckpointError, Incomplete, Problem
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.folders import FileRank, Located, file_ranks, model_file
+from mcore_rlhf.families.megatron.folders import FileRank, FoundIteration, file_ranks, model_file
 from mcore_rlhf.families.megatron.remainders import are_remainders
 from mcore_rlhf.families.megatron.state import NAMES, is_timeless
 from mcore_rlhf.formats.megatron.optimizer import OptimizerReading, read_optimizer
@@ -47,14 +47,14 @@ class OwnFiles:
         shards: This rank's shard, and behind it the one that has the dense optimizer state, where that is another.
     """
 
-    located: Located
+    located: FoundIteration
     args: Arguments
     parallel: ParallelConfig
     chunks: tuple[ModelChunk, ...]
     shards: tuple[RankShard, ...]
 
     @classmethod
-    def find(cls, located: Located, place: ParallelRank, model: LiveModel, optimizer: bool) -> OwnFiles | None:
+    def find(cls, located: FoundIteration, place: ParallelRank, model: LiveModel, optimizer: bool) -> OwnFiles | None:
         """The files, or None where the local tensors are others.
 
         Raises:

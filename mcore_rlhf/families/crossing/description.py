@@ -40,7 +40,7 @@ from mcore_rlhf.models.meaning.kinds import equal
 from mcore_rlhf.models.meaning.lookup import of_arguments, of_config, undeclared
 from mcore_rlhf.storage.torch_values import torch_dtype
 
-from .rules import Places
+from .rules import CrossedPlaces
 
 _FURTHER = "num_nextn_predict_layers"
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -90,7 +90,7 @@ _OF_ROTARY = ("position_embedding_type", "rotary_base")
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedModel:
     """A model of Megatron's that is to be described as Hugging Face does.
 
     Args:
@@ -149,7 +149,7 @@ class Described:
         """What the arguments do not say."""
         return absent_arguments(self.args, self.known) if self.args else ()
 
-    def differences(self, config: Values) -> list[Difference]:
+    def differences(self, config: Values) -> list[ConfigDifference]:
         """What the arguments say otherwise than a description that travelled with them."""
         if self.known not in architecture_of(config):
             return []
@@ -273,7 +273,7 @@ def undeclared_fields(config: Values, known: Architecture, ignored: Sequence[str
     return undeclared(of_config(config, known.model_type, known.fields).values(), ignored)
 
 
-def arguments_to_config(args: Values, known: Architecture, config: Values) -> Places:
+def arguments_to_config(args: Values, known: Architecture, config: Values) -> CrossedPlaces:
     """Where each of Megatron's arguments is after a crossing: in the ``config.json``, or in what waits for the way back.
 
     Args:
@@ -292,10 +292,10 @@ def arguments_to_config(args: Values, known: Architecture, config: Values) -> Pl
             moved[item] = Item(Kind.VALUE, ORIGIN)
         else:
             nowhere[item] = meaning.about
-    return Places(moved, (), nowhere)
+    return CrossedPlaces(moved, (), nowhere)
 
 
-def config_to_arguments(config: Values, known: Architecture, args: Values, *, carried: bool) -> Places:
+def config_to_arguments(config: Values, known: Architecture, args: Values, *, carried: bool) -> CrossedPlaces:
     """Where each field of a ``config.json`` is after a crossing: in Megatron's arguments, or in the file that goes along.
 
     Args:
@@ -308,11 +308,11 @@ def config_to_arguments(config: Values, known: Architecture, args: Values, *, ca
     spelled = {name: next((n for n in meaning.target if n in args), None) for name, meaning in meanings.items()}
     others = {Item(Kind.CONFIG, name): meanings[name].about for name, new in spelled.items() if new is None}
     moved = {Item(Kind.CONFIG, name): Item(Kind.ARGUMENT, new) for name, new in spelled.items() if new is not None}
-    return Places(moved, list(others), {}) if carried else Places(moved, (), others)
+    return CrossedPlaces(moved, list(others), {}) if carried else CrossedPlaces(moved, (), others)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ConfigDifference:
     """Something that Megatron's arguments say otherwise than a ``config.json`` for the same model.
 
     Args:
@@ -328,7 +328,7 @@ class Difference:
     other: object
 
 
-def differences(args: Values, config: Values, known: Architecture) -> Iterator[Difference]:
+def differences(args: Values, config: Values, known: Architecture) -> Iterator[ConfigDifference]:
     """What arguments say otherwise than a ``config.json``.
 
     Args:
@@ -347,10 +347,10 @@ def differences(args: Values, config: Values, known: Architecture) -> Iterator[D
         for name, value in said.items():
             computes = name in args and meanings[name].about is About.COMPUTES
             if computes and not equal(args[name], value):
-                yield Difference(field.names, name, args[name], value)
+                yield ConfigDifference(field.names, name, args[name], value)
 
 
-def kept_spelling(carried: Values, made: Values, others: Sequence[Difference]) -> dict[str, object]:
+def kept_spelling(carried: Values, made: Values, others: Sequence[ConfigDifference]) -> dict[str, object]:
     """A ``config.json`` that travelled with a checkpoint, where it says what the arguments say; what they make, otherwise.
 
     Args:

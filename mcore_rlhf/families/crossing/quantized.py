@@ -34,7 +34,7 @@ from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.families.source import Computed, Source
 from mcore_rlhf.models.huggingface.config import QUANTIZATION, quantization_in, without_quantization
 from mcore_rlhf.models.spec import FP8, OTHERWISE_QUANTIZED, SCALE, ParamSpec
-from mcore_rlhf.storage.leftovers import Carried
+from mcore_rlhf.storage.leftovers import CarriedFiles
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.computed import Scaled
@@ -227,7 +227,7 @@ def _dtype(config: Config, options: WriteOptions) -> DType:
     return BFLOAT16
 
 
-def _updated(carried: Carried, config: Config) -> Carried:
+def _updated(carried: CarriedFiles, config: Config) -> CarriedFiles:
     """The files beside the weights, which are not quantized any more."""
     found = tuple(
         replace(item, reason=item.reason or Reason.OUTDATED) if item.path in _BESIDE else item for item in carried.found

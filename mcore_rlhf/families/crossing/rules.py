@@ -11,7 +11,7 @@ from mcore_rlhf.models.meaning import About
 _SHOWN = 8
 
 
-class Places(NamedTuple):
+class CrossedPlaces(NamedTuple):
     """Where each argument, or field of a description, is after a crossing.
 
     Args:
@@ -35,7 +35,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-OF_PLACES: tuple[Rule[Places], ...] = (
+OF_PLACES: tuple[Rule[CrossedPlaces], ...] = (
     Rule(Fate.KEPT, "in config.json, which goes along", lambda places: {"of": places.along}, told=False),
     Rule(Fate.DERIVED, "the architecture implies it", lambda places: {"of": places.gone_about(About.COMPUTES)}, told=False),
     Rule(Fate.LOST, "{name}: a field of the model's description that nobody declares",

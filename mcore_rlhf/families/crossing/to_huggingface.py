@@ -31,15 +31,15 @@ from mcore_rlhf.models.spec import REPLICATED, ModelSpec, ParamSpec
 from .description import (
     EMBEDDING,
     LM_HEAD,
-    Described,
-    Difference,
+    ConfigDifference,
+    DescribedModel,
     arguments_to_config,
     build_of,
     differences,
     travelled_config,
 )
 from .groups import OF_HUGGINGFACE, DealtGroups, with_members
-from .rules import IGNORED, OF_PLACES, Places, listed
+from .rules import IGNORED, OF_PLACES, CrossedPlaces, listed
 from .shifting import SHIFTED, shifted
 
 _FULL_QUERY_NORM = "self_attention.linear_q_proj.layer_norm_weight"
@@ -74,7 +74,7 @@ def to_huggingface(source: Source, options: WriteOptions) -> Source:
     if shifts:
         source = shifted(source, shifts)
     build = build_of(relation, model.tied)
-    described = Described(source.state.args, sizes, relation.architecture, build, options)
+    described = DescribedModel(source.state.args, sizes, relation.architecture, build, options)
     config = described.config(reference, travelled)
     if reference is not None:
         found = against_config(config, relation.huggingface)
@@ -245,14 +245,14 @@ class _InHuggingface:
     source: Source
     family: MegatronState
     relation: Relation
-    described: Described
+    described: DescribedModel
     reference: Mapping[str, object] | None
     travelled: Mapping[str, object] | None
     unused: str
     shifts: Mapping[str, float]
     dealt: DealtGroups
     left: Mapping[str, object]
-    places: Places
+    places: CrossedPlaces
     state: TrainingState
 
     def kept_args(self) -> list[str]:
@@ -295,7 +295,7 @@ class _InHuggingface:
         return {"first": first, "last": (rows or 0) - 1, **of} if there else None
 
 
-def _rows(found: Sequence[Difference]) -> list[Values]:
+def _rows(found: Sequence[ConfigDifference]) -> list[Values]:
     return [{"argument": one.argument, "said": one.said, "other": one.other} for one in found]
 
 

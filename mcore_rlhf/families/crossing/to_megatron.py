@@ -43,7 +43,7 @@ from .description import (
 )
 from .groups import OF_MEGATRON, DealtGroups, as_megatron
 from .packing import repacked
-from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, Places
+from .rules import CARRIED_FIELDS, IGNORED, OF_PLACES, CrossedPlaces
 from .shifting import SHIFTED, shifted
 from .torch_muon import SIMPLE, is_of_torch, scale
 
@@ -287,7 +287,7 @@ class _InMegatron:
     options: WriteOptions
     shifts: Mapping[str, float]
     dealt: DealtGroups
-    places: Places
+    places: CrossedPlaces
 
     def lacking(self) -> int:
         """Layers of multi-token prediction that config.json counts, where the files have no layer behind those of the model itself."""

@@ -24,7 +24,7 @@ from .merge import Merge, module_state
 from .parts import adapter_in, carried, known_config
 
 
-class Beside(Names):
+class BesideAdapter(Names):
     """As what a base is seen beside its adapter: under a module's names, its experts as they are stored."""
 
     adapter = True
@@ -38,7 +38,7 @@ def merged(
     Args:
         opened: A checkpoint with an adapter, and with its base unless ``write.base_model`` names one.
         write: ``base_model``, ``reference_config`` for what the adapter's configuration does not say, ``dtype``.
-        open_base: Opens that base, as :class:`Beside` has it.
+        open_base: Opens that base, as :class:`BesideAdapter` has it.
 
     Returns:
         All files that are read, as one source; the merged model, which is computed from it; and what is left to be said to

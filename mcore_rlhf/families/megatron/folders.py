@@ -120,7 +120,7 @@ def model_file(iteration_folder: ReadablePath, folder: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class FoundIteration:
     """A checkpoint found: the root that Megatron would be given, and the folder of one iteration in it.
 
     ``iteration`` is None for a release, and for a folder that somebody renamed.
@@ -219,7 +219,7 @@ def locate(
     step: int | None,
     is_checkpoint: Callable[[ReadablePath], bool] = is_iteration_folder,
     holds: str = "mp_rank_… folders",
-) -> Located:
+) -> FoundIteration:
     """Find the iteration that a path means: an ``iter_`` folder itself, or a root whose tracker decides.
 
     Args:
@@ -234,7 +234,7 @@ def locate(
     """
     if is_checkpoint(path):
         match = _ITERATION_FOLDER.fullmatch(path.name)
-        return Located(path.parent, path, int(match.group(1)) if match else None)
+        return FoundIteration(path.parent, path, int(match.group(1)) if match else None)
     found = {n: folder for n, folder in iteration_folders(path).items() if is_checkpoint(folder)}
     if not found:
         raise NotACheckpoint(f"{path}: no iter_XXXXXXX or release folder with {holds} in it")
@@ -245,7 +245,7 @@ def locate(
             f"{path}: {name} is wanted by {'--step' if step is not None else TRACKER}, but there is no such checkpoint; "
             f"found {', '.join(folder.name for folder in found.values())}\nName one of them with --step."
         )
-    return Located(path, found[wanted], wanted)
+    return FoundIteration(path, found[wanted], wanted)
 
 
 def _wanted(path: ReadablePath, step: int | None, found: dict[int | None, ReadablePath]) -> int | None:

@@ -32,7 +32,7 @@ from mcore_rlhf.storage.stored import Namespace, StoredTensor
 from mcore_rlhf.storage.torch_values import SmallTensor, cpu_generator_state, cuda_generator_state, is_tensor
 
 from .arguments import Arguments, stored_arguments
-from .folders import FileRank, Located
+from .folders import FileRank, FoundIteration
 
 SCHEDULER_KEYS = ("opt_param_scheduler", "lr_scheduler")
 """Megatron-LM's, and of trainers that save Megatron-core's parts themselves, each of which counts a step where Megatron-LM counts samples;
@@ -233,7 +233,7 @@ UNSCHEDULED: Rule[tuple[str | None, object]] = Rule(
     lambda asked: asked[0] is not None and asked[1] is None,
 )
 """Of a run's optimizer and scheduler."""
-GONE: Rule[Located] = Rule(
+GONE: Rule[FoundIteration] = Rule(
     Fate.LOST, "{text}", lambda located: [{"text": text} for text in gone_beside(located.root, located.folder)]
 )
 """Of where a checkpoint lies: files that are not there, and that its trainer writes together with those that are."""
@@ -256,7 +256,7 @@ class MegatronState(Family):
     """
 
     names: ClassVar[str] = "megatron"
-    located: Located | None
+    located: FoundIteration | None
     args: Arguments
     shards: Sequence[RankValues]
     order: list[str]

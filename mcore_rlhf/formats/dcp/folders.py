@@ -19,7 +19,7 @@ LOCAL_SHARDS = "local_shard_checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class DcpFolders:
     """What was found.
 
     Args:
@@ -133,7 +133,7 @@ def detect(path: ReadablePath) -> bool:
     return is_checkpoint(path) or bool(_steps(path))
 
 
-def locate(path: ReadablePath, step: int | None) -> Located:
+def locate(path: ReadablePath, step: int | None) -> DcpFolders:
     """Find the checkpoint that a folder means.
 
     Args:
@@ -151,8 +151,8 @@ def locate(path: ReadablePath, step: int | None) -> Located:
             base, optimizer = beside
             root = path if absolute(path) == base else base  # as it was given, where it is that
             inside, its = absolute(folder).relative_to(base), optimizer.relative_to(base)
-            return Located(root, root / inside, step=named_step(base), optimizer=root / its)
-        return Located(path, folder, weights_file(path), named_step(path), () if folder else _shards(path))
+            return DcpFolders(root, root / inside, step=named_step(base), optimizer=root / its)
+        return DcpFolders(path, folder, weights_file(path), named_step(path), () if folder else _shards(path))
     steps = _steps(path)
     if not steps:
         raise NotACheckpoint(f"{path}: holds no DCP folder: no {METADATA_FILE}, no {RLINF_FOLDER}, no step-N")
@@ -162,4 +162,4 @@ def locate(path: ReadablePath, step: int | None) -> Located:
     chosen = steps.get(step) if step is not None else next(iter(steps.values()))
     if chosen is None:
         raise NotACheckpoint(f"{path}: has no step {step}; there are {', '.join(map(str, steps))}")
-    return Located(chosen, chosen, None, named_step(chosen))
+    return DcpFolders(chosen, chosen, None, named_step(chosen))

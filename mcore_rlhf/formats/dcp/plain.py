@@ -31,13 +31,13 @@ from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, whole_entry
 from mcore_rlhf.storage.torchzip import read_directory
 
-from .folders import FULL_WEIGHTS, LOCAL_SHARDS, Located
+from .folders import FULL_WEIGHTS, LOCAL_SHARDS, DcpFolders
 
 _MODEL = "model"
 _ADVICE = "Each node writes the files of its own ranks: bring those of all nodes together, or use another step."
 
 
-def plain_source(located: Located, options: ReadOptions) -> Source:
+def plain_source(located: DcpFolders, options: ReadOptions) -> Source:
     """RLinf's plain weights as a source of weights alone.
 
     Args:
@@ -80,7 +80,7 @@ def plain_source(located: Located, options: ReadOptions) -> Source:
     )
 
 
-def _refuse_shards(located: Located) -> NoReturn:
+def _refuse_shards(located: DcpFolders) -> NoReturn:
     """Say that an optimizer, or a whole run, lies in files that cannot be put together.
 
     Raises:
@@ -98,7 +98,7 @@ def _refuse_shards(located: Located) -> NoReturn:
 
 
 def _shard_files(
-    located: Located, weights: Mapping[str, StoredTensor], stubs: Collection[str]
+    located: DcpFolders, weights: Mapping[str, StoredTensor], stubs: Collection[str]
 ) -> tuple[StoredFile, ...]:
     """The rank files, so that whoever checks the source checks them.
 
@@ -125,7 +125,7 @@ def _shard_files(
     return tuple(StoredFile.of_zip(name, read_directory(located.root / name)) for name in located.shards)
 
 
-def _check_numbers(located: Located) -> None:
+def _check_numbers(located: DcpFolders) -> None:
     problems, there = Problems(), set(located.shards)
     for rank in range(len(there)):
         name = f"{LOCAL_SHARDS}/checkpoint_rank_{rank}.pt"
@@ -136,7 +136,7 @@ def _check_numbers(located: Located) -> None:
     problems.raise_if_any()
 
 
-def _elements(located: Located, name: str, stubs: Collection[str]) -> Iterator[tuple[str, int]]:
+def _elements(located: DcpFolders, name: str, stubs: Collection[str]) -> Iterator[tuple[str, int]]:
     """How many elements of every tensor of the model a rank has; nothing where its objects are of classes that are not known."""
     try:
         tree = read_rank_file(located.root, name, stubs).tree

@@ -35,7 +35,7 @@ from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.records import told
 from mcore_rlhf.storage.torch_values import SmallTensor
 
-from .folders import APART, Located, is_dcp, locate
+from .folders import APART, DcpFolders, is_dcp, locate
 from .fused import FUSED, FusedParam, PartTensor, fused_names
 from .keys import Key, KeyLayout, Style, find_layout, guess_paths, parsed, unflattened
 from .plain import plain_source
@@ -88,7 +88,7 @@ class _Opened:
     unplaced: Unplaced = field(default_factory=Unplaced)
 
     @classmethod
-    def of(cls, located: Located, options: ReadOptions) -> _Opened:
+    def of(cls, located: DcpFolders, options: ReadOptions) -> _Opened:
         """Open what was found.
 
         Raises:
@@ -108,7 +108,7 @@ class _Opened:
         return cls(folder, dict(dcp.tensors), dict(dcp.objects), paths, dcp.files())
 
     @classmethod
-    def _of_pieces(cls, located: Located) -> _Opened:
+    def _of_pieces(cls, located: DcpFolders) -> _Opened:
         """A folder of pieces, whose names are those of the model: none of them has a path."""
         assert located.folder is not None
         inside, unplaced = located.folder.relative_to(located.root).as_posix(), Unplaced()
@@ -138,7 +138,7 @@ class _Opened:
 
 @dataclass
 class _DcpReader:
-    located: Located
+    located: DcpFolders
     opened: _Opened
     paths: Mapping[str, Path_]
     layout: KeyLayout

@@ -66,7 +66,7 @@ class MpShard:
 
 
 @dataclass(slots=True)
-class StoredTensors:
+class ZeroTensors:
     """Where the elements of every tensor lie.
 
     Args:

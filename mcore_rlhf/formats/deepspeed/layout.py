@@ -225,7 +225,7 @@ def _check_groups(source: Source) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParam:
+class ModelRankParam:
     """A parameter, and the part of it that a model-parallel rank has."""
 
     spec: ParamSpec
@@ -249,7 +249,7 @@ class NewFlatGroup:
     """
 
     number: int
-    params: tuple[LocalParam, ...]
+    params: tuple[ModelRankParam, ...]
     geometry: Group
     muon: bool = False
 
@@ -314,15 +314,15 @@ class TagLayout:
             return {**asked, **family.per_rank[mp_rank]}
         return other
 
-    def local(self, mp_rank: int) -> list[LocalParam]:
+    def local(self, mp_rank: int) -> list[ModelRankParam]:
         """The tensors of a rank's module, in order."""
         if self.zero.mp == 1:
-            return [LocalParam(spec, whole_layout(spec.global_shape)) for spec in self.model.params]
+            return [ModelRankParam(spec, whole_layout(spec.global_shape)) for spec in self.model.params]
         assert isinstance(self.family, DeepSpeedState)
         held = ((spec, self.family.shards[spec.name].get(mp_rank)) for spec in self.model.params)
-        return [LocalParam(spec, shard.layout) for spec, shard in held if shard is not None]
+        return [ModelRankParam(spec, shard.layout) for spec, shard in held if shard is not None]
 
-    def params_of(self, mp_rank: int) -> list[list[LocalParam]]:
+    def params_of(self, mp_rank: int) -> list[list[ModelRankParam]]:
         """The parameters of every param group that a rank has, in the optimizer's order; none of them empty."""
         local = {param.spec.name: param for param in self.local(mp_rank)}
         return [[local[n] for n in group.params if n in local and local[n].numel] for group in self.groups]
@@ -334,7 +334,7 @@ class TagLayout:
             self._flat[mp_rank] = [group for groups in cut for group in groups]
         return self._flat[mp_rank]
 
-    def _cut(self, number: int, params: list[LocalParam]) -> list[NewFlatGroup]:
+    def _cut(self, number: int, params: list[ModelRankParam]) -> list[NewFlatGroup]:
         zero = self.zero
         muon = self.groups[number].fields.get(USE_MUON) is True and not zero.flat_momentum
         if zero.stage == 3:
@@ -375,7 +375,7 @@ class NewFile(PtLayout):
 
     tag: TagLayout = field(kw_only=True)
 
-    def whole(self, param: LocalParam, state: str, dtype: DType) -> StoredTensor:
+    def whole(self, param: ModelRankParam, state: str, dtype: DType) -> StoredTensor:
         """A local tensor in one piece."""
         stored = StoredTensor.whole(self.record(dtype, param.numel), param.layout.shape)
         self._hold(param, state, stored)
@@ -402,7 +402,7 @@ class NewFile(PtLayout):
                 self._hold(param, state, Partitioned(geometry, index, {rank: stored}))
         return stored
 
-    def frozen_slice(self, param: LocalParam, rank: int) -> StoredTensor:
+    def frozen_slice(self, param: ModelRankParam, rank: int) -> StoredTensor:
         """A rank's slice of a frozen parameter in stage 3, padded with zeros."""
         geometry = SlicedGroup((param.numel,), self.tag.zero.dp)
         stored = self._flat(param.spec.dtype, geometry.length())
@@ -413,7 +413,7 @@ class NewFile(PtLayout):
         """A flat tensor in a further record of its own."""
         return StoredTensor.whole(self.record(dtype, numel), (numel,))
 
-    def _hold(self, param: LocalParam, state: str, stored: StoredTensor | Partitioned) -> None:
+    def _hold(self, param: ModelRankParam, state: str, stored: StoredTensor | Partitioned) -> None:
         """Say that a part of a tensor lies in this file."""
         chunks = tuple(chunks_of(stored, param.layout))
         if chunks:

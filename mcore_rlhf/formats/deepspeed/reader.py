@@ -28,7 +28,7 @@ from mcore_rlhf.storage.pt import PtFile
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor, map_tensors
 
-from .catalog import MpShard, Partitioned, StoredModule, StoredTensors, read_module
+from .catalog import MpShard, Partitioned, StoredModule, ZeroTensors, read_module
 from .files import is_round_robin, locate
 from .groups import StoredFlatGroup, mappings, param_group_fields, read_groups
 from .stage0 import Stage0Optimizer, read_plain
@@ -101,7 +101,7 @@ def read_deepspeed(path: ReadablePath, options: ReadOptions) -> Source:
     apart = _differing_keys(opened)
     notes = Report.of(_RULES, _Found(opened, modules, optimizer, apart))
     without = opened.sliced and not options.optimizer
-    tensors = StoredTensors(
+    tensors = ZeroTensors(
         role=options.role or "actor",
         model=model,
         shards={name: list(of.values()) for name, of in shards.items()},

@@ -42,7 +42,7 @@ from mcore_rlhf.storage.stored import StoredTensor, new_stub, stub_class
 from mcore_rlhf.storage.torch_values import SmallTensor, TorchSize
 
 from .files import LATEST, expert_name, layer_name, model_name, model_name_of_rank, optim_name, section
-from .layout import LocalParam, NewFile, NewFlatGroup, TagLayout, zero_config
+from .layout import ModelRankParam, NewFile, NewFlatGroup, TagLayout, zero_config
 from .reader import APART, DeepSpeedState
 
 StateDict = dict[str, Any]
@@ -310,7 +310,7 @@ def _version(tag: TagLayout) -> object:
     return tag.source.state.other.get("ds_version", _VERSION)
 
 
-def _module_tensors(file: NewFile, local: Sequence[LocalParam]) -> StateDict:
+def _module_tensors(file: NewFile, local: Sequence[ModelRankParam]) -> StateDict:
     """Stage 3 has buffers only; its parameters are empty."""
     tensors: StateDict = {}
     for param in local:
@@ -328,18 +328,18 @@ def _module(tag: TagLayout, tensors: Mapping[str, object], mp_rank: int) -> Stat
 
 
 def _frozen_fragments(
-    file: NewFile, frozen: Sequence[LocalParam], tensors: Mapping[str, object], dp_rank: int
+    file: NewFile, frozen: Sequence[ModelRankParam], tensors: Mapping[str, object], dp_rank: int
 ) -> StateDict:
     if file.tag.zero.stage < 3:
         return OrderedDict((param.spec.name, tensors.get(param.spec.name)) for param in frozen)
     return OrderedDict((param.spec.name, file.frozen_slice(param, dp_rank)) for param in frozen)
 
 
-def _shapes(params: Sequence[LocalParam]) -> StateDict:
+def _shapes(params: Sequence[ModelRankParam]) -> StateDict:
     return OrderedDict((param.spec.name, TorchSize(param.layout.shape)) for param in params)
 
 
-def _empty(param: LocalParam) -> object:
+def _empty(param: ModelRankParam) -> object:
     return SmallTensor.empty(param.spec.dtype)
 
 

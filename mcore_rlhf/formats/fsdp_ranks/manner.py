@@ -23,7 +23,7 @@ from mcore_rlhf.families.fsdp.model import model_config
 from mcore_rlhf.families.fsdp.order import units_of
 from mcore_rlhf.families.fsdp.state import SCHEDULER
 from mcore_rlhf.storage.dcp.rankfile import Local, RankFile, read_rank_file
-from mcore_rlhf.storage.dcp.sharded import NEWEST, Copies, Mesh, Release
+from mcore_rlhf.storage.dcp.sharded import NEWEST, Release, ReplicaAxis, SavingMesh
 from mcore_rlhf.storage.paths import ReadablePath
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import StoredTensor
@@ -81,7 +81,7 @@ class Manner:
     alone: tuple[int, tuple[int, ...]] | None = None
     strategy: str = ""
     world: int = 0
-    copies: Copies | None = None
+    copies: ReplicaAxis | None = None
 
     @property
     def loader(self) -> str:
@@ -90,9 +90,9 @@ class Manner:
             return "torch_checkpointing, without a resharder,"
         return "SkyRL" if self.strategy else "verl"
 
-    def mesh(self, world: int, rank: int) -> Mesh:
+    def mesh(self, world: int, rank: int) -> SavingMesh:
         """The ranks, as one of them sees them."""
-        return Mesh(self.device, world, rank, self.axis, self.release, self.copies)
+        return SavingMesh(self.device, world, rank, self.axis, self.release, self.copies)
 
     def width(self, world: int) -> int:
         """The ranks among which a tensor is cut."""
@@ -140,14 +140,14 @@ def manner_of(files: list[RankFile]) -> Manner:
     return Manner(device=said.device or plain.device, axis=name, release=said.release, divides=divides, copies=copies)
 
 
-def _copies(files: list[RankFile]) -> Copies:
+def _copies(files: list[RankFile]) -> ReplicaAxis:
     """How the ranks of a mesh of two axes are dealt to copies, by the files of all of them."""
     firsts = [next((part for _, part in _named([file])), None) for file in files]
     meshes = [part.mesh for part in firsts if part is not None and len(part.dims) == 2 and part.dims[0] is None]
     shapes = {mesh.shape if len(mesh.shape) == len(mesh.groups) == 2 else () for mesh in meshes}
     if len(meshes) == len(files) and len(shapes) == 1 and (shape := shapes.pop()) and prod(shape) == len(files):
         name = meshes[0].names[0] if meshes[0].names else ""
-        return Copies(name, shape[1], tuple(mesh.groups for mesh in meshes))
+        return ReplicaAxis(name, shape[1], tuple(mesh.groups for mesh in meshes))
     axes = " × ".join(firsts[0].mesh.names) if firsts[0] is not None else ""
     raise Unsupported(
         f"{files[0].directory.path}: is of a mesh of {axes or 'several axes'}; rank files of a mesh are written where it has one axis, or "

@@ -19,7 +19,7 @@ _ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class FlatPieces:
     """A tensor that ranks have piece by piece, flattened, one behind the other.
 
     Args:
@@ -56,7 +56,7 @@ class Flattened:
         name: It.
         unit: All of them.
         pieces: Those of all ranks.
-        copies: See :class:`Pieces`.
+        copies: See :class:`FlatPieces`.
     """
 
     name: str
@@ -98,7 +98,7 @@ def units_in(
         shapes: Of the model's parameters, in the order of its state dict.
         config: Its description.
         world: Ranks.
-        copies: See :class:`Pieces`.
+        copies: See :class:`FlatPieces`.
     """
     base = [in_base(name) or name for name in shapes if not OF_ADAPTER.fullmatch(name)]
     if by_table(base, config) != base:

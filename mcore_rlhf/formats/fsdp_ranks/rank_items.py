@@ -73,7 +73,7 @@ def file_of(item: str, rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class DescribedTensor:
     """A tensor, as ``metadata.pkl`` describes it, by which resharders find its parts.
 
     Args:
@@ -89,7 +89,7 @@ class Described:
     dim: int | None
 
 
-def metadata_of(items: Mapping[str, Sequence[Described]], device: str, world: int, axis: str) -> bytes:
+def metadata_of(items: Mapping[str, Sequence[DescribedTensor]], device: str, world: int, axis: str) -> bytes:
     """``metadata.pkl``: plain values, pickled.
 
     Source: torch_checkpointing 0.1.1, ``distributed_metadata.py``, ``dtensor_metadata.py`` (``DTensorShardingMetadata``,
@@ -107,7 +107,7 @@ def metadata_of(items: Mapping[str, Sequence[Described]], device: str, world: in
     }  # fmt: skip
     plain = {**mesh, "mesh_dim_names": None}
 
-    def about(one: Described) -> list[dict[str, object]]:
+    def about(one: DescribedTensor) -> list[dict[str, object]]:
         placed = {"type": "Replicate"} if one.dim is None else {"type": "Shard", "dim": one.dim}
         data = {
             "global_shape": list(one.shape), "dtype": f"torch.{one.dtype.name}", "stride": list(row_major(one.shape)),

@@ -51,7 +51,7 @@ from .alike import brief, refuse_apart, refuse_swapped, scalar_of, told_apart
 from .by_name import nested
 from .files import EXTRA, MODEL, OPTIMIZER, rank_files
 from .manner import OTHERWISE, SCORE, VALUE_HEAD, Manner, manner_of, of_run, strategy_in, with_items, with_strategy
-from .pieces import Flattened, Pieces, units_in
+from .pieces import FlatPieces, Flattened, units_in
 from .state import RanksState, Rng
 
 Values = list[dict[str, Any]]
@@ -338,7 +338,7 @@ class _RanksReader:
         Raises:
             Unsupported: Nobody knows which parameters are meant.
         """
-        sizes = {n: (Pieces((), tuple(next(iter(states.values()))), copies).numel,) for n, states in found.items()}
+        sizes = {n: (FlatPieces((), tuple(next(iter(states.values()))), copies).numel,) for n, states in found.items()}
         try:
             names = name_numbers(self.collected, shapes, sizes, self.root, self.notes, flat=True)
         except Unsupported:
@@ -351,7 +351,7 @@ class _RanksReader:
             ) from None
         return {
             names[number]: {
-                key: [Pieces(shapes[names[number]], tuple(pieces), copies)] for key, pieces in states.items()
+                key: [FlatPieces(shapes[names[number]], tuple(pieces), copies)] for key, pieces in states.items()
             }
             for number, states in found.items()
         }
@@ -403,7 +403,7 @@ class _RanksReader:
         first = parts[0]
         if isinstance(first, StoredTensor):
             return whole_entry(name, *parts)
-        if isinstance(first, Pieces | Flattened):
+        if isinstance(first, FlatPieces | Flattened):
             return TensorEntry(name, first.global_shape, first.pieces[0].record.dtype, tuple(first.chunks()))
         chunks = tuple(self._chunks(name, parts))
         return TensorEntry(name, first.global_shape, first.stored.record.dtype, chunks)

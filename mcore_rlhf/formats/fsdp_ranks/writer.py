@@ -238,23 +238,23 @@ class _Ranks:
         found |= {} if random is None else {RNG: dict(random)}
         yield from ((item, found[item]) for item in self.manner.items if item in found)
 
-    def _described(self) -> dict[str, list[rank_items.Described]]:
+    def _described(self) -> dict[str, list[rank_items.DescribedTensor]]:
         """All tensors, as resharders want them described."""
         model = []
         for name in self._names():
             entry = self._entry_of(name)
             cut = self._is_cut(name) and self.manner.cuts(self.world)
             dim = self.manner.dim(entry.global_shape, self.world) if cut else None
-            model.append(rank_items.Described((name,), entry.global_shape, self._dtype(name, entry), dim))
+            model.append(rank_items.DescribedTensor((name,), entry.global_shape, self._dtype(name, entry), dim))
         states = []
         for key, name in self._keyed() if self.optimizer else ():
             held = list(self._states(name))
             for entry in held:
                 dim = self.manner.dim(entry.global_shape, self.world)
                 path = ("state", key, entry.name.state)
-                states.append(rank_items.Described(path, entry.global_shape, entry.dtype, dim))
+                states.append(rank_items.DescribedTensor(path, entry.global_shape, entry.dtype, dim))
             for scalar in self._scalars(name) if held else ():
-                states.append(rank_items.Described(("state", key, scalar), (), FLOAT32, None))
+                states.append(rank_items.DescribedTensor(("state", key, scalar), (), FLOAT32, None))
         return {rank_items.MODEL: model, **({rank_items.OPTIMIZER: states} if self.optimizer else {})}
 
     def _keyed(self) -> list[tuple[int | str, str]]:

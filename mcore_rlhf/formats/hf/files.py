@@ -117,7 +117,7 @@ class WrittenTensor:
 
 
 @dataclass(slots=True)
-class Shard:
+class SafetensorsShard:
     """One file.
 
     Args:
@@ -183,7 +183,7 @@ def shards_of(
     *,
     copies: bool = True,
     pieces: bool = False,
-) -> list[Shard]:
+) -> list[SafetensorsShard]:
     """Deal tensors to files, in order.
 
     Args:
@@ -194,11 +194,11 @@ def shards_of(
         copies: Whether every further name of a tensor takes its bytes again.
         pieces: Whether ranks are to have pieces of them: then one file says that it is one, too.
     """
-    shards: list[Shard] = []
+    shards: list[SafetensorsShard] = []
     for part in parts:
         nbytes = part.nbytes * (len(part.names) if copies else 1)
         if not shards or shards[-1].nbytes + nbytes > limit:
-            shards.append(Shard())
+            shards.append(SafetensorsShard())
         shards[-1].parts.append(part)
         shards[-1].nbytes += nbytes
     for number, shard in enumerate(shards, 1):
@@ -207,7 +207,7 @@ def shards_of(
     return shards
 
 
-def index_of(shards: Sequence[Shard], stem: str, ending: str = SAFETENSORS) -> dict[str, str]:
+def index_of(shards: Sequence[SafetensorsShard], stem: str, ending: str = SAFETENSORS) -> dict[str, str]:
     """The index of several files, by its path; nothing for one file, which needs none."""
     if len(shards) < 2:
         return {}

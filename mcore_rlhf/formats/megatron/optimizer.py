@@ -31,7 +31,7 @@ from mcore_rlhf.families.megatron.groups import (
 )
 from mcore_rlhf.families.megatron.layout import LocalBuffer, buffers, is_shared_embedding
 from mcore_rlhf.families.source import ParamGroup
-from mcore_rlhf.layouts.flat import Place
+from mcore_rlhf.layouts.flat import FlatPlace
 from mcore_rlhf.layouts.parallel import ParallelConfig
 from mcore_rlhf.layouts.pipeline import ModelChunk
 from mcore_rlhf.models.megatron import is_buffer
@@ -434,7 +434,7 @@ def _located(
 
 
 def _bucket_of(
-    place: Place, tensors: Sequence[StoredTensor], ends: Sequence[int], file: str
+    place: FlatPlace, tensors: Sequence[StoredTensor], ends: Sequence[int], file: str
 ) -> tuple[StoredTensor, int]:
     """The stored tensor that holds a parameter's state, and where in it that begins."""
     for tensor, end in zip(tensors, ends, strict=True):

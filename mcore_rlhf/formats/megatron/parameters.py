@@ -39,7 +39,7 @@ _DIFFER: Rule[Values] = Rule(
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class HoldingRank:
     """A rank that holds a part of a parameter.
 
     Args:
@@ -63,7 +63,7 @@ class StoredTensors(MegatronTensors):
     """
 
     parallel: ParallelConfig
-    holders: Mapping[str, Sequence[Holder]]
+    holders: Mapping[str, Sequence[HoldingRank]]
     _layouts: dict[tuple[int, Shape, bool, int, int], LocalLayout] = field(default_factory=dict)
 
     def tensor(self, spec: ParamSpec, name: TensorName) -> Tensor | None:
@@ -130,7 +130,7 @@ class PartitionFinder:
     _words: int | None = None
     _gated: bool = False
 
-    def specs(self, names: Sequence[str], holders: dict[str, list[Holder]]) -> list[ParamSpec]:
+    def specs(self, names: Sequence[str], holders: dict[str, list[HoldingRank]]) -> list[ParamSpec]:
         """The specs of all parameters, in the given order.
 
         Raises:
@@ -149,7 +149,7 @@ class PartitionFinder:
         problems.raise_if_any()
         return specs
 
-    def _spec(self, name: str, holders: list[Holder]) -> ParamSpec:
+    def _spec(self, name: str, holders: list[HoldingRank]) -> ParamSpec:
         shape = _common_shape(name, holders)
         dtype = holders[0].param.record.dtype
         partition = self.rules.partition(name) or self._known(name, shape, holders)
@@ -166,7 +166,7 @@ class PartitionFinder:
         trainable = (dtype in FLOATING and not is_buffer(name)) if said is None else said
         return ParamSpec(name, whole, dtype, partition, trainable)
 
-    def _known(self, name: str, shape: Shape, holders: list[Holder]) -> Partition | None:
+    def _known(self, name: str, shape: Shape, holders: list[HoldingRank]) -> Partition | None:
         partition = partition_of(name, Traits(self._gated, self.args.transformer_engine, self.args.values))
         if partition is None:
             return None
@@ -199,9 +199,9 @@ class PartitionFinder:
             return otherwise
         return REPLICATED if shape[0] == rows else COLUMN
 
-    def _compared(self, name: str, holders: list[Holder]) -> Partition:
+    def _compared(self, name: str, holders: list[HoldingRank]) -> Partition:
         """A parameter that nobody knows is replicated if all tensor-parallel copies are equal; otherwise no guess."""
-        by_rank: dict[int, Holder] = {holder.at.tp_rank: holder for holder in holders}
+        by_rank: dict[int, HoldingRank] = {holder.at.tp_rank: holder for holder in holders}
         if len(by_rank) == 1:
             if holders[0].param.shape:  # a single number cannot be cut
                 self.unknown.append(name)
@@ -213,7 +213,7 @@ class PartitionFinder:
         self.notes.through([UNKNOWN], {"name": name, "how": f"replicated, since all {len(by_rank)} copies are equal"})
         return REPLICATED
 
-    def _all_equal(self, holders: list[Holder]) -> bool:
+    def _all_equal(self, holders: list[HoldingRank]) -> bool:
         """Whether the copies of all ranks are equal, and those of their states."""
         stored = [{"": holder.param, **holder.states} for holder in holders]
         found = {(state, self._bytes(tensor)) for states in stored for state, tensor in states.items()}
@@ -224,7 +224,7 @@ class PartitionFinder:
         return pt.load(tensor).contiguous()
 
 
-def _common_shape(name: str, holders: list[Holder]) -> Shape:
+def _common_shape(name: str, holders: list[HoldingRank]) -> Shape:
     shapes: dict[Shape, StoredTensor] = {holder.param.shape: holder.param for holder in holders}
     if len(shapes) > 1:
         found = ", ".join(f"{shape} in {tensor.record.file}" for shape, tensor in shapes.items())

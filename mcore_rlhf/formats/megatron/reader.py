@@ -24,7 +24,7 @@ from mcore_rlhf.families.megatron.arguments import (
     check_against_arguments,
     stored_arguments,
 )
-from mcore_rlhf.families.megatron.folders import Located, file_ranks, locate, numbers_in, rank_folders
+from mcore_rlhf.families.megatron.folders import FoundIteration, file_ranks, locate, numbers_in, rank_folders
 from mcore_rlhf.families.megatron.groups import look_at_optimizer
 from mcore_rlhf.families.megatron.modelopt import KEY as MODELOPT
 from mcore_rlhf.families.megatron.run_config import arguments_beside
@@ -54,7 +54,7 @@ from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.stored import StoredTensor
 
 from .optimizer import OptimizerReading, is_flat, read_optimizer
-from .parameters import Holder, PartitionFinder, StoredTensors
+from .parameters import HoldingRank, PartitionFinder, StoredTensors
 from .shards import MODEL_KEY, RankFiles, RankShard, check_keys, check_ranks, globalize
 
 _MODELOPT_KEYS = re.compile(rf"{MODELOPT}(_\d{{1,9}})?")
@@ -75,7 +75,7 @@ class OpenedRun:
         around: What lies beside the iteration.
     """
 
-    located: Located
+    located: FoundIteration
     args: Arguments
     args_file: str
     parallel: ParallelConfig
@@ -84,7 +84,7 @@ class OpenedRun:
     around: BesideIteration = field(default_factory=BesideIteration)
 
     @classmethod
-    def of(cls, located: Located, options: ReadOptions, notes: Report) -> OpenedRun:
+    def of(cls, located: FoundIteration, options: ReadOptions, notes: Report) -> OpenedRun:
         """Open the files of all ranks.
 
         Raises:
@@ -275,18 +275,18 @@ def _tied_alias(run: OpenedRun) -> Mapping[str, str]:
     return {OUTPUT: EMBEDDING} if shapes.get(OUTPUT) == shapes.get(EMBEDDING) else {}
 
 
-def _holders(run: OpenedRun, optimizer: OptimizerReading) -> dict[str, list[Holder]]:
-    holders: dict[str, list[Holder]] = {}
+def _holders(run: OpenedRun, optimizer: OptimizerReading) -> dict[str, list[HoldingRank]]:
+    holders: dict[str, list[HoldingRank]] = {}
     alias = _tied_alias(run)
     for shard in run.shards:
         for part in shard.parts:
             for name, tensor in part.tensors.items():
                 states = optimizer.places.get((shard.at.folder, part.vpp_rank, name), {})
-                holders.setdefault(alias.get(name, name), []).append(Holder(shard.at, tensor, states))
+                holders.setdefault(alias.get(name, name), []).append(HoldingRank(shard.at, tensor, states))
     return holders
 
 
-def _own_states(holders: Mapping[str, Sequence[Holder]], states: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _own_states(holders: Mapping[str, Sequence[HoldingRank]], states: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """The states of parameters that have some, and not all."""
     found = {name: {state for holder in held for state in holder.states} for name, held in holders.items()}
     return {name: tuple(s for s in states if s in own) for name, own in found.items() if own and len(own) < len(states)}
@@ -356,7 +356,7 @@ _TIMELESS = "a frozen model's file, the same at every step: its iteration is the
 
 
 def training_state(
-    shards: Sequence[RankShard], located: Located, groups: tuple[ParamGroup, ...], notes: Report
+    shards: Sequence[RankShard], located: FoundIteration, groups: tuple[ParamGroup, ...], notes: Report
 ) -> TrainingState:
     """The state that all ranks share, taken from the first.
 

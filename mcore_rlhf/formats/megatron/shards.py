@@ -11,7 +11,7 @@ from mcore_rlhf.core.facts import Fate, Rule, Values, same
 from mcore_rlhf.errors import CheckpointError, Incomplete, LayoutMismatch, Problems, Unsupported, shown
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.complete import lacking
-from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, Located, model_file
+from mcore_rlhf.families.megatron.folders import MODEL_FILES, OPTIMIZER_FILE, FileRank, FoundIteration, model_file
 from mcore_rlhf.families.megatron.state import ModelPart, RankValues, of_its_step
 from mcore_rlhf.families.run_folders import adapted_step
 from mcore_rlhf.layouts.parallel import ParallelConfig
@@ -67,7 +67,7 @@ class RankFiles:
         optimizer: Whether the optimizer's own files are opened at all.
     """
 
-    located: Located
+    located: FoundIteration
     stubs: tuple[str, ...] = ()
     optimizer: bool = True
     _opened: dict[str, PtFile] = field(default_factory=dict)
@@ -251,7 +251,7 @@ _SAME_EVERYWHERE = (
 _OF_A_RANK = {"rank", "local_rank"}
 
 
-def check_ranks(shards: Sequence[RankShard], located: Located, notes: Report) -> None:
+def check_ranks(shards: Sequence[RankShard], located: FoundIteration, notes: Report) -> None:
     """The files of all ranks must be of one checkpoint.
 
     Raises:
@@ -265,7 +265,7 @@ def check_ranks(shards: Sequence[RankShard], located: Located, notes: Report) ->
     notes.through(_NOTES, (shards, located))
 
 
-def _check_iterations(shards: Sequence[RankShard], located: Located, problems: Problems) -> None:
+def _check_iterations(shards: Sequence[RankShard], located: FoundIteration, problems: Problems) -> None:
     found = {shard.pt.file: shard.top.get("iteration") for shard in shards}
     advice = "Files of two checkpoints are mixed, or a folder was renamed."
     if len(set(found.values())) > 1:
@@ -294,7 +294,7 @@ def _check_arguments(shards: Sequence[RankShard], problems: Problems) -> None:
                 )
 
 
-def _other_arguments(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
+def _other_arguments(asked: tuple[Sequence[RankShard], FoundIteration]) -> list[Values]:
     """Ranks with other arguments than the first: one run gives all the same, but for who they are."""
     shards, _ = asked
     first, found = _arguments(shards[0]), dict[str, list[str]]()
@@ -345,7 +345,7 @@ def _arguments(shard: RankShard) -> Mapping[str, object]:
     return stored_arguments(shard.top)
 
 
-def _other_files(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
+def _other_files(asked: tuple[Sequence[RankShard], FoundIteration]) -> list[Values]:
     known, found = {*MODEL_FILES, OPTIMIZER_FILE, PLAIN_FILE}, list[Values]()
     for folder in [asked[1].folder / shard.at.folder for shard in asked[0]]:
         dealt = {p.name for p in folder.glob(_DEALT_FILES)}
@@ -354,7 +354,7 @@ def _other_files(asked: tuple[Sequence[RankShard], Located]) -> list[Values]:
     return found
 
 
-_NOTES: tuple[Rule[tuple[Sequence[RankShard], Located]], ...] = (
+_NOTES: tuple[Rule[tuple[Sequence[RankShard], FoundIteration]], ...] = (
     Rule(
         Fate.NOTE,
         "{where:3}{more}: other arguments than those of {first}, which are taken: {text}",

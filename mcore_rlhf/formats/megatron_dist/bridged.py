@@ -21,7 +21,7 @@ from mcore_rlhf.families.crossing.quantized import refuse_quantized
 from mcore_rlhf.families.crossing.to_huggingface import to_huggingface
 from mcore_rlhf.families.crossing.to_megatron import to_megatron
 from mcore_rlhf.families.megatron.arguments import Arguments
-from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.megatron.folders import FoundIteration
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.megatron.state import NO_PARAMETERS, opaque_item
 from mcore_rlhf.families.module import CONFIG, ModuleState
@@ -105,7 +105,7 @@ class BridgedWeights:
         found = weights.read(weights_of(role), replace(options, optimizer=False))
         return cls(found, role)
 
-    def alone(self, located: Located) -> Source:
+    def alone(self, located: FoundIteration) -> Source:
         """What it is to somebody who wants no optimizer: the files as they lie, of the step that the folders above are called.
 
         Args:

@@ -25,7 +25,7 @@ from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.storage.stored import Namespace
 
 from .folders import INTEGRITY
-from .names import Spelling
+from .names import KeySpelling
 from .objects import DistState, rng_ranks
 from .optimizer import CONTENT, CONTENT_SHARDING, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE, SHARDING
 
@@ -91,7 +91,7 @@ def of_run(run: NewRun, parts: DistParts, tree: Tree) -> Tree:
     return {**named, parts.extra: {own: states[0][name] for own, name in _RANDOM.items()}} if states else named
 
 
-def common_tree(run: NewRun, first: FileRank, spelling: Spelling) -> Tree:
+def common_tree(run: NewRun, first: FileRank, spelling: KeySpelling) -> Tree:
     """The content of ``common.pt``.
 
     Args:
@@ -114,7 +114,7 @@ def common_tree(run: NewRun, first: FileRank, spelling: Spelling) -> Tree:
     return tree
 
 
-def _content(run: NewRun, spelling: Spelling) -> dict[str, object]:
+def _content(run: NewRun, spelling: KeySpelling) -> dict[str, object]:
     """By which Megatron builds its state dictionary when it loads.
 
     Source: megatron-core 0.13.1 and 0.19.2, ``transformer/transformer_block.py`` (``sharded_state_dict``): layers have keys of their own

@@ -20,7 +20,7 @@ from mcore_rlhf.core.catalog import MASTER, PARAM, Shape
 from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Unsupported, UsageError
 from mcore_rlhf.families.megatron.adapted import BesideIteration
-from mcore_rlhf.families.megatron.folders import Located, locate
+from mcore_rlhf.families.megatron.folders import FoundIteration, locate
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.run_folders import (
     ADAPTED,
@@ -107,7 +107,7 @@ def _is_torch_dcp(named: bytes) -> bool:
     return all(one in named for one in _OF_TORCH_DCP)
 
 
-def locate_dist(path: ReadablePath, step: int | None) -> Located:
+def locate_dist(path: ReadablePath, step: int | None) -> FoundIteration:
     """Find the checkpoint that a path means, and look at its ``metadata.json``.
 
     Raises:
@@ -140,7 +140,7 @@ def locate_dist(path: ReadablePath, step: int | None) -> Located:
     return located
 
 
-def _in_role(located: Located, given: ReadablePath) -> Located:
+def _in_role(located: FoundIteration, given: ReadablePath) -> FoundIteration:
     """The same, relative to the role's folder where that has the optimizer in a folder of its own.
 
     Args:
@@ -156,16 +156,16 @@ def _in_role(located: Located, given: ReadablePath) -> Located:
         return (
             located
             if step is None
-            else Located(step, step / absolute(located.folder).relative_to(absolute(step)), None)
+            else FoundIteration(step, step / absolute(located.folder).relative_to(absolute(step)), None)
         )
     part = absolute(located.folder).relative_to(role).as_posix()
     if part in SPLIT_BESIDE and absolute(given) != role:
         raise UsageError(f"{located.folder}: holds no model, only what belongs to one\nGive {role}, which has both.")
     enclose(role)  # whoever named the model's part alone gets the others with it
-    return Located(role, role / part, None)
+    return FoundIteration(role, role / part, None)
 
 
-def _beside(located: Located) -> tuple[str, ...]:
+def _beside(located: FoundIteration) -> tuple[str, ...]:
     """The parts of a role beside its model, relative to the root.
 
     Raises:
@@ -197,7 +197,7 @@ def _check_version(file: ReadablePath, config: dict[str, object]) -> None:
             )
 
 
-def digests_in(located: Located) -> dict[str, str]:
+def digests_in(located: FoundIteration) -> dict[str, str]:
     """SHA-256 of the files of a folder by path, as its ``integrity.json`` lists them; none where there is no such list.
 
     Source: megatron-core 0.19.2, ``dist_checkpointing/validation.py``
@@ -311,7 +311,7 @@ class DistFolder:
         apart: What another place says otherwise of what all ranks share, which is not taken: its key and the place.
     """
 
-    located: Located
+    located: FoundIteration
     common_file: str
     top: Mapping[str, Any]
     dcp: DcpFolder
@@ -332,7 +332,7 @@ class DistFolder:
             self._add_object(fqn, item)
 
     @classmethod
-    def open(cls, located: Located, options: ReadOptions) -> DistFolder:
+    def open(cls, located: FoundIteration, options: ReadOptions) -> DistFolder:
         """Open a folder.
 
         Raises:
@@ -347,7 +347,7 @@ class DistFolder:
         return whole
 
     @classmethod
-    def _open(cls, located: Located, name: str, options: ReadOptions) -> DistFolder:
+    def _open(cls, located: FoundIteration, name: str, options: ReadOptions) -> DistFolder:
         """Open one folder of those that a checkpoint lies in."""
         from mcore_rlhf.storage.dcp.folder import DcpFolder  # who only asks what a folder is needs none of it
         from mcore_rlhf.storage.pt import read_pt

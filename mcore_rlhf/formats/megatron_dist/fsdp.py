@@ -20,7 +20,7 @@ from mcore_rlhf.core.catalog import FLOAT32, MASTER, PARAM
 from mcore_rlhf.core.facts import distinct
 from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
-from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.megatron.folders import FoundIteration
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.models.megatron import is_buffer
 from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -67,7 +67,7 @@ class FsdpFolder(DistFolder):
             self.objects[ShardKey("rng_state", pair, ranks)] = Loaded("rng_state", place, self.dcp, content)
 
     @classmethod
-    def open(cls, located: Located, options: ReadOptions) -> FsdpFolder:
+    def open(cls, located: FoundIteration, options: ReadOptions) -> FsdpFolder:
         """Open a folder.
 
         Raises:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mcore_rlhf.core.chunks import Chunks
 from mcore_rlhf.core.facts import Fate, Item, Kind, Rule
-from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.megatron.folders import FoundIteration
 from mcore_rlhf.families.megatron.modelopt import FOLDER, KEY, of_modules, without_modules
 from mcore_rlhf.families.megatron.new_run import NewRun
 from mcore_rlhf.families.options import ReadOptions
@@ -19,7 +19,7 @@ from .folders import COMMON, CONFIG, CONFIG_TEXT, DistFolder
 ITEM = Item(Kind.VALUE, KEY)
 
 
-def modelopt_in(located: Located, options: ReadOptions) -> tuple[object | None, tuple[StoredFile, ...]]:
+def modelopt_in(located: FoundIteration, options: ReadOptions) -> tuple[object | None, tuple[StoredFile, ...]]:
     """The state that lies in an iteration's folder, and its files; None where there is none.
 
     Args:

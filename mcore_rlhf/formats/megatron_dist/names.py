@@ -44,7 +44,7 @@ class Experts(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
+class KeySpelling:
     """What decides which keys a model has.
 
     Args:
@@ -163,7 +163,7 @@ EXPERT_STATES = ("mlp.experts.experts.linear_fc1._extra_state", "mlp.experts.exp
 """Keys that every mixture layer has, also where its module keeps no such state, or one for all experts."""
 
 
-def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
+def rows_of(spelling: KeySpelling) -> tuple[_Row, ...]:
     """The rows that hold for a model, in the order in which they are read from name to key."""
     layers = (_LAYERS,) if spelling.stacked else ()
     norms = _NORMS if spelling.separate_norms else ()
@@ -174,7 +174,7 @@ def rows_of(spelling: Spelling) -> tuple[_Row, ...]:
     return (*layers, *inner, *norms, *experts, *(_CONV if spelling.conv_parameters else ()))
 
 
-def home_of(name: str, spelling: Spelling) -> Home:
+def home_of(name: str, spelling: KeySpelling) -> Home:
     """The key of a parameter, and its index there.
 
     Args:
@@ -200,7 +200,7 @@ def blocks_of(key: str) -> tuple[str, ...]:
     return next((blocks for match, blocks in found if match and match.group(2) is None), ())
 
 
-def _whole_of(key: str, spelling: Spelling) -> tuple[str, int | None]:
+def _whole_of(key: str, spelling: KeySpelling) -> tuple[str, int | None]:
     """The key of the whole parameter, and which part of it lies at this one; None for all of it."""
     halved = _HALF.fullmatch(key) if spelling.singleton else None
     if halved:
@@ -212,12 +212,12 @@ def _whole_of(key: str, spelling: Spelling) -> tuple[str, int | None]:
     return key, None
 
 
-def stacked_axes(key: str, spelling: Spelling) -> int:
+def stacked_axes(key: str, spelling: KeySpelling) -> int:
     """How many leading dimensions of a key's tensor count layers and experts."""
     return sum(1 for row in rows_of(spelling) if row.stacks and row.in_key(key) is not None)
 
 
-def name_at(key: str, index: Shape, spelling: Spelling) -> str:
+def name_at(key: str, index: Shape, spelling: KeySpelling) -> str:
     """The name of the parameter that lies at an index of a key's tensor: :func:`home_of`, read the other way."""
     numbers, name = list(index), key
     for row in reversed(rows_of(spelling)):
@@ -229,7 +229,7 @@ def name_at(key: str, index: Shape, spelling: Spelling) -> str:
     return name
 
 
-def extents(home: Home, spelling: Spelling, layers: int, experts: int) -> Shape:
+def extents(home: Home, spelling: KeySpelling, layers: int, experts: int) -> Shape:
     """How many layers and experts lie along each index of a home.
 
     Args:
@@ -243,7 +243,7 @@ def extents(home: Home, spelling: Spelling, layers: int, experts: int) -> Shape:
     return counts[: len(home.index)]
 
 
-def homes_of(spec: ParamSpec, spelling: Spelling) -> list[tuple[Home, int, int]]:
+def homes_of(spec: ParamSpec, spelling: KeySpelling) -> list[tuple[Home, int, int]]:
     """Where a parameter lies, with the first row and the number of rows at each place: its blocks have keys of their own.
 
     Raises:
@@ -272,7 +272,7 @@ def homes_of(spec: ParamSpec, spelling: Spelling) -> list[tuple[Home, int, int]]
     return [(replace(home, key=f"{home.key}.{name}"), start, size) for (name, size), start in found]
 
 
-def stacked(spec: ParamSpec, spelling: Spelling, layers: int, experts: int) -> Iterator[tuple[Home, Shape]]:
+def stacked(spec: ParamSpec, spelling: KeySpelling, layers: int, experts: int) -> Iterator[tuple[Home, Shape]]:
     """Where a parameter lies, with the whole shape of the tensor at each place.
 
     Args:
@@ -286,7 +286,7 @@ def stacked(spec: ParamSpec, spelling: Spelling, layers: int, experts: int) -> I
         yield home, (*extents(home, spelling, layers, experts), *home.turned(shape))
 
 
-def names_in(key: str, shape: Shape, spelling: Spelling) -> Iterator[tuple[str, Home]]:
+def names_in(key: str, shape: Shape, spelling: KeySpelling) -> Iterator[tuple[str, Home]]:
     """All parameters of which a key's tensor holds something.
 
     Args:
@@ -300,7 +300,7 @@ def names_in(key: str, shape: Shape, spelling: Spelling) -> Iterator[tuple[str, 
         yield name_at(whole, index, spelling), Home(key, index, transposed, part)
 
 
-def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
+def spelling_of_keys(keys: Iterable[str], args: Arguments) -> KeySpelling:
     """What decides, for a checkpoint: its keys, and where they do not tell, its arguments.
 
     Args:
@@ -309,11 +309,13 @@ def spelling_of_keys(keys: Iterable[str], args: Arguments) -> Spelling:
     """
     local = not args.transformer_engine and not args.flag("multi_latent_attention")
     inner = args.pattern is None and "hybrid_layer_pattern" in args.values  # which came with 0.17 as well
-    found = Spelling(local, _experts_of(args), stacked=True, conv_parameters=since_0_19(args.values), inner_layer=inner)
+    found = KeySpelling(
+        local, _experts_of(args), stacked=True, conv_parameters=since_0_19(args.values), inner_layer=inner
+    )
     return as_keys_are(found, keys)
 
 
-def as_keys_are(spelling: Spelling, keys: Iterable[str]) -> Spelling:
+def as_keys_are(spelling: KeySpelling, keys: Iterable[str]) -> KeySpelling:
     """What decides, with what keys themselves tell: whether layers, experts and halves of gated matrices are one by one.
 
     Args:
@@ -325,7 +327,7 @@ def as_keys_are(spelling: Spelling, keys: Iterable[str]) -> Spelling:
     return replace(spelling, stacked=not numbered, singleton=any(_HALF.fullmatch(key) for key in listed))
 
 
-def without_holes(spelling: Spelling, states: Mapping[str, Hashable]) -> Spelling:
+def without_holes(spelling: KeySpelling, states: Mapping[str, Hashable]) -> KeySpelling:
     """What decides where layers, or experts of a layer, differ in their states: those have keys of their own.
 
     A state of stacked layers is one tensor, and Megatron saves none that has holes. Source: megatron-core 0.19.2,
@@ -357,7 +359,7 @@ def _experts_of(args: Arguments) -> Experts:
     return Experts.PACKED if packed else Experts.GROUPED
 
 
-def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
+def spelling_of_names(names: Iterable[str], args: Arguments) -> KeySpelling:
     """What decides, for a model that is to be written: its names, and of its layers also the arguments.
 
     Args:
@@ -380,7 +382,7 @@ def spelling_of_names(names: Iterable[str], args: Arguments) -> Spelling:
         experts = Experts.GROUPED
     same = len({frozenset(kind) for kind in kinds.values()}) <= 1
     conv = any(suffix.startswith("mixer.conv1d_") for suffix in suffixes)
-    return Spelling(separate, experts, same and not _several_kinds(args), conv_parameters=conv, inner_layer=inner)
+    return KeySpelling(separate, experts, same and not _several_kinds(args), conv_parameters=conv, inner_layer=inner)
 
 
 def _unnumbered(suffix: str) -> str:

@@ -33,7 +33,7 @@ from mcore_rlhf.storage.dcp.folder import DcpObject
 from mcore_rlhf.storage.dcp.writer import ObjectItem, saved
 
 from .folders import DistFolder, ShardKey, unwrapped
-from .names import EXPERT_STATES, Experts, Home, Spelling, extents, home_of, name_at, stacked_axes
+from .names import EXPERT_STATES, Experts, Home, KeySpelling, extents, home_of, name_at, stacked_axes
 
 RNG = "rng_state"
 EXTRA = "_extra_state"
@@ -116,7 +116,7 @@ def dist_ranks(folder: DistFolder, parallel: ParallelConfig, opaque: Mapping[str
     return ranks
 
 
-def opaque_values(folder: DistFolder, spelling: Spelling) -> dict[str, object]:
+def opaque_values(folder: DistFolder, spelling: KeySpelling) -> dict[str, object]:
     """Values that are no parameters, under the names that a live model has for them.
 
     Raises:
@@ -196,7 +196,7 @@ class Objects:
     """
 
     run: NewRun
-    spelling: Spelling
+    spelling: KeySpelling
     num_layers: int
     _saved: dict[object, bytes] = field(default_factory=dict)
 

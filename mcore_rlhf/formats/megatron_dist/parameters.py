@@ -17,7 +17,7 @@ from mcore_rlhf.models.megatron import EMBEDDING, Traits, is_buffer, is_routed_e
 from mcore_rlhf.models.spec import COLUMN, REPLICATED, ParamSpec, Partition, Rules
 from mcore_rlhf.storage.dcp.folder import DcpTensor
 
-from .names import Home, Spelling, names_in
+from .names import Home, KeySpelling, names_in
 
 _ADVICE = "Say how such parameters are cut with --rules rules.yaml (pattern → replicated, column, row, …)."
 
@@ -32,7 +32,7 @@ class Parameters:
     """
 
     tensors: Mapping[str, DcpTensor]
-    spelling: Spelling
+    spelling: KeySpelling
     homes: dict[str, tuple[Home, ...]] = field(default_factory=dict)
     axes: dict[str, int] = field(default_factory=dict)
 

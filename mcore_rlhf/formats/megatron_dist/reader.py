@@ -64,7 +64,7 @@ from .complete import refuse_adapter, require_entries
 from .folders import DistFolder, ShardKey, digests_in, is_fsdp_folder, is_torch_dcp_folder, locate_dist
 from .fsdp import FsdpFolder
 from .modelopt import modelopt_in
-from .names import Spelling, spelling_of_keys
+from .names import KeySpelling, spelling_of_keys
 from .objects import EXTRA, RNG, DistState, dist_ranks, idle_objects, opaque_values, other_objects
 from .optimizer import (
     CONTENT,
@@ -161,7 +161,7 @@ class _DistReader:
         folder = self.folder
         refuse_adapter(folder)
         self.parallel = self._parallel()
-        self.spelling: Spelling = spelling_of_keys(folder.model, self.args)
+        self.spelling: KeySpelling = spelling_of_keys(folder.model, self.args)
         if local:  # keys are the same, and the order of registration is not
             self.spelling = replace(self.spelling, separate_norms=True)
             self.notes.through([_LOCAL], None)

@@ -20,7 +20,7 @@ from mcore_rlhf.core.facts import same
 from mcore_rlhf.errors import Incomplete, Lossy, Unsupported
 from mcore_rlhf.families.megatron.arguments import Arguments, stored_arguments
 from mcore_rlhf.families.megatron.dealing import Dealing
-from mcore_rlhf.families.megatron.folders import Located
+from mcore_rlhf.families.megatron.folders import FoundIteration
 from mcore_rlhf.families.megatron.groups import LocalParam, Membership, members
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup
@@ -68,7 +68,7 @@ class TorchDcpFolder(DistFolder):
             self._place_states(numbered, masters)
 
     @classmethod
-    def open(cls, located: Located, options: ReadOptions) -> TorchDcpFolder:
+    def open(cls, located: FoundIteration, options: ReadOptions) -> TorchDcpFolder:
         """Open a folder.
 
         Raises:

@@ -19,7 +19,7 @@ from mcore_rlhf.families.megatron.groups import ChainedOptimizer, LocalParam
 from mcore_rlhf.families.megatron.layout import Blueprint, rules_of
 from mcore_rlhf.families.megatron.ranks import RankLayout
 from mcore_rlhf.families.megatron.remainders import sampled
-from mcore_rlhf.layouts.flat import PARAM_ALIGNMENT, BufferParam, Filling
+from mcore_rlhf.layouts.flat import PARAM_ALIGNMENT, BufferFill, BufferParam
 
 from .buckets import BufferPlace, FlatStates, Where, group_of, holds_first
 from .objects import model_ranks
@@ -117,7 +117,7 @@ class _Walk:
         bucketed = at.pp_rank == 0 and candidates[0].vpp_rank == 0
         parallel, expert = blueprint.choices.parallel, bool(self.member.expert)
         rules = rules_of(blueprint.args, parallel, expert, self.numel, bucketed=bucketed)
-        ways: dict[Filling, list[_Chosen]] = {Filling(): [None]}
+        ways: dict[BufferFill, list[_Chosen]] = {BufferFill(): [None]}
         left = sum(param.numel + PARAM_ALIGNMENT for param in candidates)
         for param in reversed(candidates):
             ways = {filling: found for filling, found in ways.items() if filling.numel_unpadded + left >= stored.numel}

@@ -60,7 +60,7 @@ from .common import Tree, common_tree, is_distributed, of_model, of_optimizer, o
 from .folders import BACKEND, COMMON, CONFIG, CONFIG_TEXT, INTEGRITY, MASTERS, integrity_of
 from .modelopt import RULES as OF_MODELOPT
 from .modelopt import modelopt_files
-from .names import Home, Spelling, home_of, homes_of, spelling_of_names, stacked, without_holes
+from .names import Home, KeySpelling, home_of, homes_of, spelling_of_names, stacked, without_holes
 from .objects import RULES as OF_OBJECTS
 from .objects import Objects, rng_ranks
 from .optimizer import CONTENT, DP_RESHARDABLE, FULLY_RESHARDABLE, MODEL_SPACE
@@ -87,11 +87,11 @@ def dist_target(source: Source, options: WriteOptions, weights: Format, ranks: F
     return _DistWriter(run, spelling, source.model.num_layers, weights_beside(run, weights, ranks)).target()
 
 
-def _usual_spelling(run: NewRun) -> Spelling:
+def _usual_spelling(run: NewRun) -> KeySpelling:
     return spelling_of_names([spec.name for spec in run.source.model.params], run.family.args)
 
 
-def _spelling(run: NewRun) -> Spelling:
+def _spelling(run: NewRun) -> KeySpelling:
     """Which keys the parameters have: where some of a kind are frozen, layers and experts have keys of their own.
 
     Raises:
@@ -113,7 +113,7 @@ def _spelling(run: NewRun) -> Spelling:
 @dataclass
 class _DistWriter:
     run: NewRun
-    spelling: Spelling
+    spelling: KeySpelling
     num_layers: int
     bridged: Target | None = None
     folders: list[_Folder] = field(init=False)
@@ -210,7 +210,7 @@ class _Folder:
     """
 
     run: NewRun
-    spelling: Spelling
+    spelling: KeySpelling
     path: str
     contents: list[Contents | BucketContents]
     objects: list[ObjectItem]
@@ -279,7 +279,7 @@ def _blueprint(run: NewRun) -> Blueprint:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(FilePart[Box]):
+class StatePart(FilePart[Box]):
     """Some of the boxes of one state of one parameter, in the parameter's own coordinates.
 
     Args:
@@ -302,11 +302,11 @@ class Contents:
     """
 
     run: NewRun
-    spelling: Spelling
+    spelling: KeySpelling
     num_layers: int
     params: bool = True
     moments: bool = True
-    files: list[list[Part]] = field(init=False)
+    files: list[list[StatePart]] = field(init=False)
     _boxes: dict[object, tuple[Box, ...]] = field(default_factory=dict)
     _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
     _kinds: dict[bool, bool] = field(default_factory=dict)
@@ -368,7 +368,7 @@ class Contents:
             for home, first, rows in homes_of(spec, self.spelling)
         }
 
-    def fqn(self, home: Home, part: Part) -> str:
+    def fqn(self, home: Home, part: StatePart) -> str:
         """The key of a tensor."""
         if (home.key, part.state) not in self._fqns:  # one string for hundreds of chunks
             kind = MODEL_SPACE if prefixed(self.run) else FULLY_RESHARDABLE
@@ -413,7 +413,7 @@ class Contents:
             for part in self.files[number]
         ]  # fmt: skip
 
-    def _items(self, part: Part) -> Iterator[TensorItem]:
+    def _items(self, part: StatePart) -> Iterator[TensorItem]:
         homes = homes_of(part.spec, self.spelling)
         for box in part.chunks:
             home, start, _ = next(h for h in reversed(homes) if len(homes) == 1 or h[1] <= box.offset[0])
@@ -424,13 +424,13 @@ class Contents:
                 cell = (*(1,) * len(cell), prod(cell))
             yield TensorItem(self.fqn(home, part), part.dtype, (*home.index, *at), (*ones, *cell))
 
-    def _chunks(self, part: Part, records: Mapping[str, Record]) -> Iterator[Chunk]:
+    def _chunks(self, part: StatePart, records: Mapping[str, Record]) -> Iterator[Chunk]:
         home = home_of(part.spec.name, self.spelling)
         for item, box in zip(self._items(part), part.chunks, strict=True):
             if box.numel:
                 yield Chunk(box, records[item.key], 0, home.turned(row_major(home.turned(box.shape))))
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[StatePart]:
         problems = Problems()
         for spec in self.specs():
             try:
@@ -440,7 +440,7 @@ class Contents:
                 continue
             for state in self.states(spec):
                 cells = tuple(chain(*self._cells(spec).values())) if self._flattened(state) else boxes
-                yield Part(state, self._dtype(spec, state), cells, spec)
+                yield StatePart(state, self._dtype(spec, state), cells, spec)
         problems.raise_if_any()
 
     def _boxes_of(self, spec: ParamSpec) -> tuple[Box, ...]:

@@ -14,14 +14,14 @@ from mcore_rlhf.errors import StorageError, UsageError
 from mcore_rlhf.storage.beneath import make_folder, remove
 from mcore_rlhf.storage.paths import storage_error
 
-from .command import Command, RunPlaces, Template, metrics_by_rank, metrics_of
-from .compare import Finding, StateComparison, StepComparer, Tally
+from .command import RunningCommand, RunPlaces, Template, metrics_by_rank, metrics_of
+from .compare import ComparisonTally, Finding, StateComparison, StepComparer
 from .control import Broken, copy_run, make_control
 from .ignored import Ignored
 from .killing import Kill, KillPlan, Moment, Watch, span
 from .metrics import MetricsComparer, MetricsComparison
 from .places import is_committed, require_committed, root_of, step_in, written_at
-from .profiles import EXACT, Off, Profile
+from .profiles import EXACT, MeasuredDifference, Profile
 
 Verdict = Literal["exact", "within", "different", "blind", "no control"]
 """``exact``: everything is equal, and the broken control was caught. ``within``: the same, as far as a profile other than ``exact`` asks.
@@ -69,7 +69,7 @@ class RunComparison:
         return self.states.tally.equal and all(lines.tally.equal for lines in self.ranks.values())
 
     @property
-    def tallies(self) -> list[Tally]:
+    def tallies(self) -> list[ComparisonTally]:
         """The counts: of metrics, rank by rank, and of the states."""
         return [*(lines.tally for lines in self.ranks.values()), self.states.tally]
 
@@ -154,7 +154,7 @@ class SavedAgain:
 
 
 @dataclass(slots=True)
-class Outcome:
+class CheckOutcome:
     """What a check came to.
 
     Args:
@@ -191,7 +191,7 @@ class Outcome:
         return next((finding for finding in [*loaded, *runs] if finding is not None), None)
 
     @property
-    def worst(self) -> Off | None:
+    def worst(self) -> MeasuredDifference | None:
         """Of the values that the profile lets pass, the one that takes most of what is allowed."""
         found = [tally.worst for run in self.interrupted for tally in run.comparison.tallies if tally.worst is not None]
         return max(found, key=lambda off: off.share, default=None)
@@ -310,7 +310,7 @@ class ResumeCheck:
         self.folder = self.folder.absolute()
         _make_empty(self.folder)
 
-    def run(self) -> Outcome:
+    def run(self) -> CheckOutcome:
         """Do all runs, and compare.
 
         Raises:
@@ -333,7 +333,7 @@ class ResumeCheck:
         self._to_the_end(self._places("C"), "", f"the control: resumes from a broken step ({control})")
         caught = Control(self._compared(whole, self._places("C")), control)
         options = self.options
-        return Outcome(
+        return CheckOutcome(
             options.steps, options.more, interrupted, caught, self.seconds, self.folder, options.profile, again
         )
 
@@ -423,11 +423,13 @@ class ResumeCheck:
         done = f"step {newest} of {self.options.last} is committed" if newest >= 0 else "no step is committed yet"
         self.say(f"run {places.name}: {done}, {seconds:.0f} s")
 
-    def _started(self, places: RunPlaces, part: str, last: int | None = None) -> Command:
+    def _started(self, places: RunPlaces, part: str, last: int | None = None) -> RunningCommand:
         last = self.options.last if last is None else last
-        return Command(self.template.filled(places, last), self.template.environment(places, last), places.log(part))
+        return RunningCommand(
+            self.template.filled(places, last), self.template.environment(places, last), places.log(part)
+        )
 
-    def _within_time(self, command: Command, places: RunPlaces) -> None:
+    def _within_time(self, command: RunningCommand, places: RunPlaces) -> None:
         if command.seconds > self.options.timeout:
             raise command.failure(
                 f"run {places.name} took longer than {self.options.timeout:g} s (--timeout), and was ended"

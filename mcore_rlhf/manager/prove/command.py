@@ -164,7 +164,7 @@ class _Process:
     marked: bool
 
 
-class Command:
+class RunningCommand:
     """A command that is running. Use it in a ``with`` block: left in whatever way, all of its processes are ended.
 
     Args:
@@ -254,7 +254,7 @@ class Command:
         head = f"{what}\nThe last {len(lines)} lines that it printed:" if len(lines) > 1 else f"{what}\nIt printed:"
         return UsageError("\n".join([head, *lines, f"All of it: {self.log}"]))
 
-    def __enter__(self) -> Command:
+    def __enter__(self) -> RunningCommand:
         return self
 
     def __exit__(

@@ -23,7 +23,7 @@ from mcore_rlhf.storage.torch_values import SmallTensor
 
 from .ignored import Ignored
 from .places import checked_files
-from .profiles import EXACT, Off, Profile, between, decimal
+from .profiles import EXACT, MeasuredDifference, Profile, between, decimal
 
 _MOST = 1000
 
@@ -58,7 +58,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Tally:
+class ComparisonTally:
     """Counts what was compared, and keeps what differs.
 
     Args:
@@ -75,7 +75,7 @@ class Tally:
     findings: list[Finding] = field(default_factory=list)
     differing: int = 0
     within: int = 0
-    worst: Off | None = None
+    worst: MeasuredDifference | None = None
 
     @property
     def equal(self) -> bool:
@@ -86,7 +86,7 @@ class Tally:
         """Count a value that is equal."""
         self.compared += 1
 
-    def passes(self, off: Off) -> None:
+    def passes(self, off: MeasuredDifference) -> None:
         """Count a value that is not equal, and near enough."""
         self.compared += 1
         self.within += 1
@@ -143,7 +143,7 @@ class LeafComparer:
     tensors: TensorComparer
     ignored: Ignored
     outputs: tuple[Path, Path]
-    tally: Tally
+    tally: ComparisonTally
     profile: Profile = EXACT
     distance: TensorDistance | None = None
 
@@ -162,7 +162,7 @@ class LeafComparer:
             else:
                 self.tally.differs(finding if off is None else measured(finding, off))
 
-    def _off(self, key: str, a: object, b: object) -> Off | None:
+    def _off(self, key: str, a: object, b: object) -> MeasuredDifference | None:
         """How far two values that differ are apart, where the profile leaves room; a tensor without dimensions is a counter."""
         row = self.profile.row(f"{self.file}:{key}")
         if row is None:
@@ -174,7 +174,7 @@ class LeafComparer:
         if _kind(a) != _kind(b) or a.record.dtype not in FLOATING or not a.shape:
             return None
         off, largest = self.distance(a, b)
-        return Off(self.file, key, off, row.absolute + row.relative * largest)
+        return MeasuredDifference(self.file, key, off, row.absolute + row.relative * largest)
 
     def _difference(self, key: str, a: object, b: object) -> Finding | None:
         if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and _kind(a) == _kind(b):
@@ -185,7 +185,7 @@ class LeafComparer:
         return None if same_leaf(a, b) else Finding(self.file, key, _text(a), _text(b))
 
 
-def measured(finding: Finding, off: Off) -> Finding:
+def measured(finding: Finding, off: MeasuredDifference) -> Finding:
     """The finding, with how far it is off and what the profile would have allowed."""
     said = f"off by {off.off:.3g}, allowed {off.allowed:.3g}"
     return replace(finding, detail=f"{finding.detail}; {said}" if finding.detail else said)
@@ -327,7 +327,7 @@ class StateComparison:
     """
 
     files: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: ComparisonTally = field(default_factory=ComparisonTally)
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +367,7 @@ class StepComparer:
                 result.tally.differs(Finding(file, "", there[0], there[1]))
         return result
 
-    def _compare_file(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+    def _compare_file(self, file: str, a: Path, b: Path, tally: ComparisonTally) -> None:
         if file.endswith((".pt", ".pth")):
             self._compare_pt(file, a, b, tally)
         elif file.endswith(".json"):
@@ -381,21 +381,21 @@ class StepComparer:
         else:
             _compare_bytes(file, a, b, tally)
 
-    def _compare_pt(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+    def _compare_pt(self, file: str, a: Path, b: Path, tally: ComparisonTally) -> None:
         first, second = (read_pt(folder, file, stubs=self.stubs) for folder in (a, b))
         with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
             differ = TensorDiffer(StoredBytes(first, bytes_a), StoredBytes(second, bytes_b))
             leaves = self._leaves(file, differ, tally)
             replace(leaves, profile=self.profile, distance=differ.distance).compare(first.tree, second.tree)
 
-    def _compare_safetensors(self, file: str, a: Path, b: Path, tally: Tally) -> None:
+    def _compare_safetensors(self, file: str, a: Path, b: Path, tally: ComparisonTally) -> None:
         first, second = (read_safetensors(folder, file) for folder in (a, b))
         with opened(a / file, MappedFile) as bytes_a, opened(b / file, MappedFile) as bytes_b:
             differ = TensorDiffer(StoredBytes(None, bytes_a), StoredBytes(None, bytes_b))
             leaves = replace(self._leaves(file, differ, tally), profile=self.profile, distance=differ.distance)
             leaves.compare(dict(first.tensors), dict(second.tensors))
 
-    def _leaves(self, file: str, tensors: TensorComparer, tally: Tally) -> LeafComparer:
+    def _leaves(self, file: str, tensors: TensorComparer, tally: ComparisonTally) -> LeafComparer:
         return LeafComparer(file, tensors, self.ignored, self.outputs, tally)
 
 
@@ -421,7 +421,7 @@ class _Number(str):
         return str(self)
 
 
-def _compare_bytes(file: str, a: Path, b: Path, tally: Tally) -> None:
+def _compare_bytes(file: str, a: Path, b: Path, tally: ComparisonTally) -> None:
     """A file of another kind, as one value."""
     if filecmp.cmp(a / file, b / file, shallow=False):
         tally.same()

@@ -9,16 +9,16 @@ from typing import TypeAlias
 
 from mcore_rlhf.storage.publish import replace_text
 
-from .check import Control, Outcome, RunComparison, SavedAgain
-from .compare import Finding, Tally
+from .check import CheckOutcome, Control, RunComparison, SavedAgain
+from .compare import ComparisonTally, Finding
 from .killing import Kill
 from .metrics import MetricsComparison
-from .profiles import Off, Profile
+from .profiles import MeasuredDifference, Profile
 
 OutcomeFacts: TypeAlias = "dict[str, object]"
 
 
-def facts_of(outcome: Outcome) -> OutcomeFacts:
+def facts_of(outcome: CheckOutcome) -> OutcomeFacts:
     """``verdict`` (``exact``, ``within``, ``different``, ``blind``, ``no control``), ``passed``, ``steps``, ``more``, ``folder``;
     ``profile`` (``name``, ``why``, ``rows``) and ``worst``, or null, of what it let pass; ``first_difference`` or null;
     ``runs`` (``name``, ``equal``, ``kill``, ``repeatable``: whether the killed run was the other's equal until then, ``states``,
@@ -49,7 +49,7 @@ def facts_of(outcome: Outcome) -> OutcomeFacts:
     }
 
 
-def by_rank(outcome: Outcome) -> Mapping[int, OutcomeFacts]:
+def by_rank(outcome: CheckOutcome) -> Mapping[int, OutcomeFacts]:
     """For each rank that wrote metrics, or rank 0 alone: ``rank``, ``verdict``, ``passed``, ``profile`` (its name), ``steps``, ``more``;
     ``runs`` (``name``, ``equal``, ``metrics`` of this rank or null, ``states`` of the whole step, ``first_difference`` or null).
 
@@ -59,7 +59,7 @@ def by_rank(outcome: Outcome) -> Mapping[int, OutcomeFacts]:
     return {rank: _rank_facts(outcome, rank) for rank in sorted(ranks)}
 
 
-def write_by_rank(outcome: Outcome, folder: Path) -> list[Path]:
+def write_by_rank(outcome: CheckOutcome, folder: Path) -> list[Path]:
     """Write ``rank-R.json`` for each rank into the check's folder.
 
     Raises:
@@ -73,7 +73,7 @@ def write_by_rank(outcome: Outcome, folder: Path) -> list[Path]:
     return written
 
 
-def _rank_facts(outcome: Outcome, rank: int) -> OutcomeFacts:
+def _rank_facts(outcome: CheckOutcome, rank: int) -> OutcomeFacts:
     runs: list[OutcomeFacts] = []
     for run in outcome.interrupted:
         found = run.comparison
@@ -105,7 +105,7 @@ def _profile_facts(profile: Profile) -> OutcomeFacts:
     return {"name": profile.name, "why": profile.why, "rows": rows}
 
 
-def _off_facts(off: Off | None) -> OutcomeFacts | None:
+def _off_facts(off: MeasuredDifference | None) -> OutcomeFacts | None:
     if off is None:
         return None
     return {"where": off.where, "key": off.key, "off": off.off, "allowed": off.allowed}
@@ -154,7 +154,7 @@ def _lines_facts(metrics: MetricsComparison) -> OutcomeFacts:
     }
 
 
-def _tally_facts(tally: Tally) -> OutcomeFacts:
+def _tally_facts(tally: ComparisonTally) -> OutcomeFacts:
     return {
         "values": tally.compared,
         "differing": tally.differing,

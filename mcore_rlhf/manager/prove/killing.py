@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .command import Command
+from .command import RunningCommand
 from .places import holds_ours, is_committed, is_step, number_aside, number_of, roots, step_in, written_at
 
 Moment = Literal["step-commit", "during-save", "random"]
@@ -146,7 +146,7 @@ class KillPlan:
     span: float
     rng: random.Random
 
-    def strike(self, command: Command, watch: Watch, tick: Callable[[], None], attempt: int = 0) -> Kill | None:
+    def strike(self, command: RunningCommand, watch: Watch, tick: Callable[[], None], attempt: int = 0) -> Kill | None:
         """Wait for the moment, and kill every process.
 
         Args:
@@ -171,7 +171,7 @@ class KillPlan:
             return None
         return Kill(newest, partial, processes, seconds)
 
-    def _moment(self, command: Command, watch: Watch, tick: Callable[[], None], attempt: int) -> bool:
+    def _moment(self, command: RunningCommand, watch: Watch, tick: Callable[[], None], attempt: int) -> bool:
         if self.moment == "step-commit":
             return True
         if self.moment == "during-save":
@@ -180,7 +180,7 @@ class KillPlan:
         return _wait(command, tick, lambda: time.monotonic() >= at)
 
 
-def _wait(command: Command, tick: Callable[[], None], until: Callable[[], bool]) -> bool:
+def _wait(command: RunningCommand, tick: Callable[[], None], until: Callable[[], bool]) -> bool:
     """Whether it became true while the command ran."""
     while not command.ended():
         if until():

@@ -10,7 +10,7 @@ from mcore_rlhf.errors import Incomplete
 from mcore_rlhf.storage import reading
 from mcore_rlhf.storage.paths import cannot_open
 
-from .compare import Finding, Tally, measured, shown
+from .compare import ComparisonTally, Finding, measured, shown
 from .ignored import Ignored
 from .profiles import EXACT, Profile, between, decimal
 
@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MetricsLine:
     """What was written of a step.
 
     Args:
@@ -51,10 +51,10 @@ class MetricsComparison:
     equal: int = 0
     repeated: int = 0
     began_again: list[int] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    tally: ComparisonTally = field(default_factory=ComparisonTally)
 
 
-def read_lines(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[MetricsLine]:
     """The lines of a file, in order. What a kill cut off in the middle is left out.
 
     Raises:
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> list[Line]:
     for number, piece in enumerate(pieces, start=1):
         values = _parsed(piece)
         if values is not None:
-            found.append(Line(_step(path, number, values), values))
+            found.append(MetricsLine(_step(path, number, values), values))
         elif piece.strip() and not piece.lstrip().startswith("{"):
             raise Incomplete(f"{path}:{number}: expected a JSON object per line, found {shown(piece)}")
     return found
@@ -121,13 +121,15 @@ class MetricsComparer:
             CheckpointError: A file is missing, cannot be read, or is not one of metrics.
         """
         result = MetricsComparison()
-        expected: dict[int, Line] = {}
+        expected: dict[int, MetricsLine] = {}
         for line in read_lines(a):
             expected.setdefault(line.step, line)
         self._compare_lines(expected, read_lines(b), result)
         return result
 
-    def _compare_lines(self, expected: Mapping[int, Line], lines: list[Line], result: MetricsComparison) -> None:
+    def _compare_lines(
+        self, expected: Mapping[int, MetricsLine], lines: list[MetricsLine], result: MetricsComparison
+    ) -> None:
         seen, last = set[int](), None
         for line in lines:
             if last is not None and line.step <= last:
@@ -144,7 +146,7 @@ class MetricsComparer:
         for step in sorted(expected.keys() - seen):
             result.tally.differs(Finding(_WHERE, f"step {step}", "there", "not there"))
 
-    def _compare_values(self, a: Line, b: Line, detail: str, tally: Tally) -> bool:
+    def _compare_values(self, a: MetricsLine, b: MetricsLine, detail: str, tally: ComparisonTally) -> bool:
         """Compare two lines; whether they are equal."""
         before = tally.differing
         for name, first, second in _pairs(a.values, b.values):
@@ -162,7 +164,7 @@ class MetricsComparer:
                 )
         return tally.differing == before
 
-    def _count(self, finding: Finding, name: str, first: object, second: object, tally: Tally) -> None:
+    def _count(self, finding: Finding, name: str, first: object, second: object, tally: ComparisonTally) -> None:
         """Count two values that are not the same."""
         row = self.profile.row(f"{_WHERE}:{name}")
         off = None if row is None else between(_WHERE, finding.key, decimal(first), decimal(second), row)

@@ -17,7 +17,7 @@ from mcore_rlhf.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class Tolerance:
+class ProfileRow:
     """One row of a profile: how far values at some places may be off.
 
     Args:
@@ -45,17 +45,17 @@ class Profile:
     """
 
     name: str
-    rows: Sequence[Tolerance]
+    rows: Sequence[ProfileRow]
     why: str
 
-    def row(self, place: str) -> Tolerance | None:
+    def row(self, place: str) -> ProfileRow | None:
         """The row for a place; None where the value has to be the same."""
         row = next((row for row in self.rows if fnmatchcase(place, row.where)), None)
         return row if row is not None and (row.relative or row.absolute) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class MeasuredDifference:
     """A value that is not the same, measured.
 
     Args:
@@ -85,26 +85,26 @@ class Off:
 
 def _rows(
     metrics: float, near_zero: float, momentum: float, weights: float, why: Sequence[str]
-) -> tuple[Tolerance, ...]:
+) -> tuple[ProfileRow, ...]:
     said = dict(zip(("metrics", "momentum", "weights"), why, strict=True))
     return (
-        Tolerance("metrics:*", metrics, near_zero, said["metrics"]),
-        Tolerance("rlhf/*.json:*", metrics, near_zero, "KL coefficients and running statistics follow the metrics"),
-        Tolerance(
+        ProfileRow("metrics:*", metrics, near_zero, said["metrics"]),
+        ProfileRow("rlhf/*.json:*", metrics, near_zero, "KL coefficients and running statistics follow the metrics"),
+        ProfileRow(
             "trainer_state.json:log_history/*",
             metrics,
             near_zero,
             "the metrics again, as transformers' Trainer keeps them",
         ),
-        Tolerance("*.json:report/metrics/*", metrics, near_zero, "the metrics again, as a manifest has them"),
-        Tolerance("rng/*", 0.0, 0.0, "no rounding changes a generator"),
-        Tolerance("*step", 0.0, 0.0, "a counter"),
-        Tolerance("*grad_scaler*", 0.0, 0.0, "a power of two and counters"),
-        Tolerance("data/*", 0.0, 0.0, "no rounding changes which prompts were read"),
-        Tolerance("*exp_avg*", momentum, 0.0, said["momentum"]),
-        Tolerance("*momentum*", momentum, 0.0, said["momentum"]),
-        Tolerance("*.pt:*", weights, 0.0, said["weights"]),
-        Tolerance("*.safetensors:*", weights, 0.0, said["weights"]),
+        ProfileRow("*.json:report/metrics/*", metrics, near_zero, "the metrics again, as a manifest has them"),
+        ProfileRow("rng/*", 0.0, 0.0, "no rounding changes a generator"),
+        ProfileRow("*step", 0.0, 0.0, "a counter"),
+        ProfileRow("*grad_scaler*", 0.0, 0.0, "a power of two and counters"),
+        ProfileRow("data/*", 0.0, 0.0, "no rounding changes which prompts were read"),
+        ProfileRow("*exp_avg*", momentum, 0.0, said["momentum"]),
+        ProfileRow("*momentum*", momentum, 0.0, said["momentum"]),
+        ProfileRow("*.pt:*", weights, 0.0, said["weights"]),
+        ProfileRow("*.safetensors:*", weights, 0.0, said["weights"]),
     )
 
 
@@ -177,8 +177,8 @@ def decimal(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def between(where: str, key: str, a: float | None, b: float | None, row: Tolerance) -> Off | None:
+def between(where: str, key: str, a: float | None, b: float | None, row: ProfileRow) -> MeasuredDifference | None:
     """How far two numbers are apart, and what a row allows there; None where one is no number with a point."""
     if a is None or b is None:
         return None
-    return Off(where, key, abs(a - b), row.absolute + row.relative * abs(a))
+    return MeasuredDifference(where, key, abs(a - b), row.absolute + row.relative * abs(a))

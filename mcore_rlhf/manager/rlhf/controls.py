@@ -20,7 +20,7 @@ C = TypeVar("C")
 _MAX_ERROR = 0.2
 
 
-class Kinds(Generic[T]):
+class KindRegistry(Generic[T]):
     """The kinds of one thing, by the name that stands in the file.
 
     A registered class is a dataclass, not frozen, whose fields are all of its state: numbers, strings, booleans,
@@ -95,7 +95,7 @@ class Kinds(Generic[T]):
         return ", ".join(sorted(self._classes))
 
 
-KL_CONTROLLERS: Kinds[KLController] = Kinds("KL controller")
+KL_CONTROLLERS: KindRegistry[KLController] = KindRegistry("KL controller")
 """Register a controller of your own: ``@KL_CONTROLLERS.register("name")`` above its ``@dataclass``."""
 
 
@@ -173,7 +173,7 @@ class AdaptiveKL(KLController):
         self.coefficient *= 1 + error * n_steps / self.horizon
 
 
-SCHEDULES: Kinds[Schedule] = Kinds("schedule")
+SCHEDULES: KindRegistry[Schedule] = KindRegistry("schedule")
 """Register a schedule of your own: ``@SCHEDULES.register("name")`` above its ``@dataclass``."""
 
 

@@ -29,14 +29,14 @@ from ...storage.framed import payload_at
 from ...storage.paths import local_path
 from ..run import steps
 from .consumed import Consumed, consumed_by
-from .journal_files import JournalFolder, Segment, StoredRollout, open_folder
+from .journal_files import JournalFolder, JournalSegment, StoredRollout, open_folder
 from .prompts import Prompt
 from .rollouts import Rollout, SampleKey
 
 _log = log_of(__name__)
 
 
-class Taken(NamedTuple):
+class TakenRollouts(NamedTuple):
     """What the journal has of a prompt.
 
     Args:
@@ -119,7 +119,7 @@ class RolloutJournal:
                 group[key.sample] = found
         return self.counts.finished
 
-    def take(self, prompt: Prompt, version: int) -> Taken:
+    def take(self, prompt: Prompt, version: int) -> TakenRollouts:
         """The finished rollouts of a prompt that the sampler has issued. Each is given once.
 
         Args:
@@ -133,7 +133,7 @@ class RolloutJournal:
         self.counts.given += len(rollouts)
         self.counts.newer += sum(one.version > version for one in rollouts)
         done = {one.sample for one in rollouts}
-        return Taken(tuple(rollouts), tuple(sample for sample in prompt.pending if sample not in done))
+        return TakenRollouts(tuple(rollouts), tuple(sample for sample in prompt.pending if sample not in done))
 
     def _taken(self, found: StoredRollout, prompt: Prompt, version: int) -> Rollout | None:
         if found.place.prompt_id != prompt.prompt_id:
@@ -196,5 +196,5 @@ class RolloutJournal:
                 self.counts.finished -= len(group)
 
 
-def _is_done(segment: Segment, consumed: Callable[[SampleKey], bool]) -> bool:
+def _is_done(segment: JournalSegment, consumed: Callable[[SampleKey], bool]) -> bool:
     return segment.problem is None and all(consumed(place.key) for place in segment.held)

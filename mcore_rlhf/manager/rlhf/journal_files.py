@@ -233,7 +233,7 @@ class StoredRollout:
 
 
 @dataclass(slots=True)
-class Segment:
+class JournalSegment:
     """One file of one producer, as far as it was read.
 
     Args:
@@ -314,7 +314,7 @@ class JournalFolder:
 
     folder: Path
     mark: JournalMark
-    segments: dict[str, Segment] = field(default_factory=dict)
+    segments: dict[str, JournalSegment] = field(default_factory=dict)
 
     def read(self) -> Iterator[StoredRollout]:
         """The rollouts that were added since the last time.
@@ -326,13 +326,13 @@ class JournalFolder:
         for name in self.segments.keys() - {path.name for path in there}:
             del self.segments[name]
         for path, regular in there.items():
-            segment = self.segments.setdefault(path.name, Segment(path, FrameReader(path)))
+            segment = self.segments.setdefault(path.name, JournalSegment(path, FrameReader(path)))
             if regular:
                 yield from segment.read(self.mark)
             else:
                 segment.problem = Corrupt(f"{path}: is no regular file, and no link is followed here\nMove it away.")
 
-    def remove(self, segments: Iterable[Segment]) -> int:
+    def remove(self, segments: Iterable[JournalSegment]) -> int:
         """Remove segments that nobody needs, and nobody writes; how many have gone.
 
         Raises:
@@ -352,7 +352,7 @@ class JournalFolder:
 
 
 @contextmanager
-def _not_written(segment: Segment) -> Iterator[bool]:
+def _not_written(segment: JournalSegment) -> Iterator[bool]:
     """Whether nobody adds to a segment, for as long as this lasts: it was closed, or whoever held its lock is dead.
 
     Where the file system has no locks, one that was not closed stays.

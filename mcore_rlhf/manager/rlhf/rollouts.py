@@ -133,7 +133,7 @@ class Rollout:
         return cls(**values, tensors=tensors)
 
 
-class StoredArray(NamedTuple):
+class RolloutTensor(NamedTuple):
     """A tensor of a stored rollout: its name, type and shape."""
 
     name: str
@@ -152,7 +152,7 @@ class RolloutHead:
     version: int
     seed: int
     reward: float | None
-    tensors: tuple[StoredArray, ...]
+    tensors: tuple[RolloutTensor, ...]
     extra: Mapping[str, object]
 
 
@@ -267,7 +267,7 @@ def _bytes_of(array: NDArray[Any]) -> bytes | memoryview:
     return array.data.cast("B") if array.flags.c_contiguous and array.size and array.ndim else array.tobytes()
 
 
-def _taken(one: StoredArray, data: bytes | memoryview, at: int, where: str) -> tuple[Values, int]:
+def _taken(one: RolloutTensor, data: bytes | memoryview, at: int, where: str) -> tuple[Values, int]:
     """A tensor out of the elements that begin at a place, and where they end; a copy of its own, which can be changed."""
     make, itemsize = _maker(one, where)
     shape = one.shape[:_MAX_DIMS]
@@ -280,7 +280,7 @@ def _taken(one: StoredArray, data: bytes | memoryview, at: int, where: str) -> t
     return make(bytearray(data[at:end])), end
 
 
-def _maker(one: StoredArray, where: str) -> tuple[Any, int]:
+def _maker(one: RolloutTensor, where: str) -> tuple[Any, int]:
     """What makes a tensor of its elements, and how many bytes one has."""
     if one.dtype in _NUMPY:
         dtype = _NUMPY[one.dtype]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ...errors import Corrupt, Incomplete, Problems, UsageError
 from ...storage.records import shorten
-from .controls import KL_CONTROLLERS, SCHEDULES, Kinds, KLController, Schedule
+from .controls import KL_CONTROLLERS, SCHEDULES, KindRegistry, KLController, Schedule
 from .json_values import cloned, dumps, loads, refill
 from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 from .state_json import COUNTERS, Document, Files, read, tensor_stems, up_to_date, write
@@ -214,7 +214,9 @@ def _check_names(live: Mapping[str, T], stored: Mapping[str, T], place: str, pro
         problems.add(Incomplete, f"{place}/{name}: is missing in the checkpoint; this run has it", _ADVICE)
 
 
-def _check_kinds(kinds: Kinds[T], live: Mapping[str, T], stored: Mapping[str, T], place: str, found: Problems) -> None:
+def _check_kinds(
+    kinds: KindRegistry[T], live: Mapping[str, T], stored: Mapping[str, T], place: str, found: Problems
+) -> None:
     _check_names(live, stored, place, found)
     for name in sorted(live.keys() & stored.keys()):
         if type(live[name]) is not type(stored[name]):

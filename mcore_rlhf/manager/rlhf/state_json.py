@@ -15,7 +15,7 @@ import torch
 from ...errors import CheckpointError, Corrupt, Incomplete, NotACheckpoint, Problems, Unsupported, UsageError
 from ...installation import to_upgrade
 from ...storage.records import convert, members, shorten, under, write_fields
-from .controls import KL_CONTROLLERS, SCHEDULES, Kinds
+from .controls import KL_CONTROLLERS, SCHEDULES, KindRegistry
 from .json_values import decode, forms, join, pick, references, split
 from .pieces import BestMetric, Buffer, InFlightPrompt, RunningStatistics
 
@@ -148,7 +148,7 @@ class _StateWriter:
             self.problems.add(UsageError, text, "What has no place of its own goes into extra.")
         return fits
 
-    def _kinds(self, kinds: Kinds[T], items: Mapping[str, T], place: str) -> dict[str, object]:
+    def _kinds(self, kinds: KindRegistry[T], items: Mapping[str, T], place: str) -> dict[str, object]:
         return {name: kinds.write(item, f"{self.place}{place}/{name}", self.problems) for name, item in items.items()}
 
     def _in_flight(self, prompts: list[InFlightPrompt]) -> list[object]:

@@ -24,7 +24,7 @@ from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.notes import FolderNotes, Notes
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.records import parsed
-from mcore_rlhf.storage.transactions import Places, new_transaction
+from mcore_rlhf.storage.transactions import TransactionPaths, new_transaction
 from mcore_rlhf.storage.waiting import waiting_for
 
 from .steps import MANIFEST, step_folder
@@ -245,8 +245,8 @@ class Transaction:
         return self._places.staging
 
     @property
-    def _places(self) -> Places:
-        return Places(self.target, self.id)
+    def _places(self) -> TransactionPaths:
+        return TransactionPaths(self.target, self.id)
 
     @property
     def messages(self) -> Messages:

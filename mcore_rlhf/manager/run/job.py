@@ -24,7 +24,7 @@ from .background import Left
 from .commit import RankPart, Stopped, Transaction, refuse_untaken, why_it_vanished
 from .failed import FailedSave
 from .options import LOG, Reporter
-from .progress import Progress
+from .progress import SaveProgress
 from .rng import WORLDS, RngState, file_content
 from .snapshot import DATA_FILE, Components, Snapshot, dumps, loads
 from .steps import RNG_FILE
@@ -72,14 +72,14 @@ class SaveJob:
     report: Mapping[str, object] = field(default_factory=dict)
     provenance: Mapping[str, object] = field(default_factory=dict)
     ours: Callable[[], None] = lambda: None
-    then: Callable[[Progress], None] = lambda progress: None
+    then: Callable[[SaveProgress], None] = lambda progress: None
     retries: int = 0
     begin: Callable[[Transaction], None] = lambda transaction: None
     make_room: Callable[[], None] = lambda: None
     earlier: Callable[[], Earlier | None] = lambda: None
     done_with: Callable[[], None] = lambda: None
     failed: BaseException | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: SaveProgress = field(default_factory=SaveProgress)
     delivered: bool = False
     committed: bool = False
     _started: float = field(default_factory=time.monotonic)

@@ -18,7 +18,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 @dataclass(slots=True)
-class Later:
+class RetryCount:
     """Counts them, on all ranks alike.
 
     Args:

@@ -60,7 +60,7 @@ class Ended(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MirrorRequest:
     """What rank 0 asks for.
 
     Args:
@@ -80,7 +80,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class HelperState:
     """What a helper says.
 
     Args:
@@ -201,7 +201,7 @@ class Helpers:
     def __init__(self, root: Path, host: str, ranks: Mapping[int, str]) -> None:
         self._notes, self._ranks = FolderNotes(root / TALK), ranks
         self.hosts = [host, *ranks.values()]
-        self._asked = Asked()
+        self._asked = MirrorRequest()
         with suppress(OSError):
             remove(self._notes.root)  # what an earlier run said
 
@@ -220,15 +220,15 @@ class Helpers:
             Whether all have.
         """
         left = set(self._ranks) if self._asked.attempt else set()
-        heard, complete = {rank: (Told(), time.monotonic()) for rank in left}, True
+        heard, complete = {rank: (HelperState(), time.monotonic()) for rank in left}, True
         while left:
             look()
             for rank in sorted(left):
-                told = self._told(rank) or Told()
+                told = self._told(rank) or HelperState()
                 if told != heard[rank][0]:
                     heard[rank] = told, time.monotonic()
                 if told.state == "sending" and time.monotonic() - heard[rank][1] > _DEAD_S:
-                    told = Told(state="gave up", why=f"nothing was heard of it for {_DEAD_S:g} s")
+                    told = HelperState(state="gave up", why=f"nothing was heard of it for {_DEAD_S:g} s")
                 if told.state == "sending":
                     continue
                 left.remove(rank)
@@ -259,16 +259,16 @@ class Helpers:
         """Say that nothing will be asked for any more."""
         self._say(replace(self._asked, attempt="", closed=True))
 
-    def _told(self, rank: int) -> Told | None:
+    def _told(self, rank: int) -> HelperState | None:
         """What a helper says of this attempt, or that it is closed."""
         told = self._read(rank)
         same = told is not None and (told.attempt == self._asked.attempt or told.state == "closed")
         return told if same else None
 
-    def _read(self, rank: int) -> Told | None:
-        return _read(Told, self._notes, f"{rank:05d}.json")
+    def _read(self, rank: int) -> HelperState | None:
+        return _read(HelperState, self._notes, f"{rank:05d}.json")
 
-    def _say(self, asked: Asked) -> None:
+    def _say(self, asked: MirrorRequest) -> None:
         self._asked = asked
         if self._ranks:
             _write(self._notes, _ASKED, asked)
@@ -293,7 +293,7 @@ class Helper:
     host: str
     _ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _told: Told = field(default_factory=Told)
+    _told: HelperState = field(default_factory=HelperState)
 
     def start(self) -> None:
         """Begin to listen; a second call does nothing, but where the system gave no thread for it: rank 0 sends all then."""
@@ -331,8 +331,8 @@ class Helper:
             if asked.attempt and asked.attempt != self._told.attempt and self.host in asked.hosts:
                 self._help(asked)
 
-    def _help(self, asked: Asked) -> None:
-        self._told = Told(asked.attempt)
+    def _help(self, asked: MirrorRequest) -> None:
+        self._told = HelperState(asked.attempt)
         self._say()
 
         def look() -> None:
@@ -356,8 +356,8 @@ class Helper:
         else:
             self._say(state="done")
 
-    def _asked(self) -> Asked:
-        return _read(Asked, FolderNotes(self.root / TALK), _ASKED) or Asked()
+    def _asked(self) -> MirrorRequest:
+        return _read(MirrorRequest, FolderNotes(self.root / TALK), _ASKED) or MirrorRequest()
 
     def _say(self, **changes: Any) -> None:
         self._told = replace(self._told, beat=self._told.beat + 1, **changes)
@@ -371,7 +371,7 @@ def _read(kind: type[T], notes: Notes, name: str) -> T | None:
     return None
 
 
-def _write(notes: FolderNotes, name: str, message: Asked | Told) -> None:
+def _write(notes: FolderNotes, name: str, message: MirrorRequest | HelperState) -> None:
     """Say something; where the root takes nothing now, it is as if this process were not there."""
     with suppress(OSError, CheckpointError):
         make_folder(notes.root)

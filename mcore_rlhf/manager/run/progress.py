@@ -14,7 +14,7 @@ from .commit import Stopped
 
 
 @dataclass(slots=True)
-class Progress:
+class SaveProgress:
     """What a save did last, and when. One thread moves it on, others look at it.
 
     Attributes:

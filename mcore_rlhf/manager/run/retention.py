@@ -29,7 +29,7 @@ from mcore_rlhf.storage.beneath import move, remove
 from mcore_rlhf.storage.paths import ReadablePath, human, storage_error
 from mcore_rlhf.storage.patience import names_in
 from mcore_rlhf.storage.publish import sync_folder
-from mcore_rlhf.storage.transactions import Lock, Places, new_transaction, recover, remove_tree
+from mcore_rlhf.storage.transactions import Lock, TransactionPaths, new_transaction, recover, remove_tree
 from mcore_rlhf.storage.urls import remove_stored
 
 from . import steps
@@ -348,7 +348,7 @@ def remove_folder(folder: ReadablePath, manifest: str = OWN.manifest) -> bool:
     folder = Path(os.path.abspath(folder))
     if not os.path.lexists(folder):
         return False
-    places = Places(folder, new_transaction())
+    places = TransactionPaths(folder, new_transaction())
     lock = _lock(places)
     try:
         move(folder, places.staging)
@@ -370,7 +370,7 @@ def remove_folder(folder: ReadablePath, manifest: str = OWN.manifest) -> bool:
     return True
 
 
-def _lock(places: Places) -> Lock | None:
+def _lock(places: TransactionPaths) -> Lock | None:
     """The lock, or None on a full disk, which deleting is the remedy for: the empty file that is there then is taken for
     that of another host, and so does its work a day later.
     """
@@ -382,7 +382,7 @@ def _lock(places: Places) -> Lock | None:
         raise
 
 
-def _let_go(lock: Lock | None, places: Places) -> None:
+def _let_go(lock: Lock | None, places: TransactionPaths) -> None:
     if lock is not None:
         lock.release()
     remove(places.lock)

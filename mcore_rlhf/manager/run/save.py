@@ -24,11 +24,11 @@ from .commit import Stopped, Transaction, new_transaction
 from .failed import FailedSave
 from .fence import Fence
 from .job import SaveJob, is_full
-from .later import Later
+from .later import RetryCount
 from .mirror import Mirroring
 from .options import LOG, Export, ManagerOptions, Reporter
 from .policies import SaveClock
-from .progress import Progress
+from .progress import SaveProgress
 from .retention import leave_behind, move_aside, refuse_others, remember
 from .root import remove_rest
 from .snapshot import Components, Snapshot, accounted, described, staged
@@ -74,13 +74,13 @@ class Saver:
     _behind: Fence | None = None
     _background: Background = field(init=False)
     _asking: Background = field(init=False)
-    _later: Later = field(init=False)
+    _later: RetryCount = field(init=False)
     _journal: RolloutJournal | None = None
 
     def __post_init__(self) -> None:
         self._asking = Background(f"an answer from {self.root}")
         self._background = Background(f"the save into {self.root}")
-        self._later = Later(self.options, self.reporter)
+        self._later = RetryCount(self.options, self.reporter)
 
     @property
     def _staging(self) -> HostStaging:
@@ -417,7 +417,7 @@ class Saver:
         self._last = step
         remember(steps.step_folder(self.root, step))
 
-    def _after(self, step: int, progress: Progress) -> None:
+    def _after(self, step: int, progress: SaveProgress) -> None:
         """What the coordinator does behind training once a step is committed."""
         folder = steps.step_folder(self.root, step)
         if self.mirror is not None:

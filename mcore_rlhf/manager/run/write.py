@@ -27,7 +27,7 @@ from mcore_rlhf.storage.record_file import Container, Layout, Raw, RecordFile
 from mcore_rlhf.storage.twins import Differs, Twin, put_in_place
 
 from .commit import Messages
-from .progress import Progress
+from .progress import SaveProgress
 from .staging import StepFile
 from .stream import Share, Staged, windows
 
@@ -79,7 +79,7 @@ class RankWriter:
     rank: int
     messages: Messages
     fsync: bool = True
-    progress: Progress = field(default_factory=Progress)
+    progress: SaveProgress = field(default_factory=SaveProgress)
     earlier: Earlier | None = None
     linked: dict[str, str] = field(default_factory=dict)
     written: dict[str, FileEntry] = field(default_factory=dict)

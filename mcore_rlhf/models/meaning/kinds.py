@@ -30,7 +30,7 @@ def by_name(names: Mapping[About, str]) -> dict[str, About]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MeaningRow:
     """One argument or field that changes what the model computes, and is not related to one of the other side.
 
     Args:

@@ -10,7 +10,7 @@ from mcore_rlhf.errors import Corrupt, Incomplete, Problems, Untrusted
 
 from ..paths import ReadablePath, beneath, cannot_open
 from . import METADATA_FILE
-from .metadata import RESTORE, DcpMetadata, Place, TensorMeta
+from .metadata import RESTORE, DcpMetadata, ItemPlace, TensorMeta
 
 
 def item_key(fqn: str, offset: Shape | None) -> str:
@@ -86,7 +86,7 @@ def _check_items(folder: ReadablePath, metadata: DcpMetadata, sizes: Mapping[str
         ends[place.file] = max(stop, ends.get(place.file, 0))
 
 
-def _position(item: tuple[tuple[str, Shape | None], Place]) -> tuple[str, int]:
+def _position(item: tuple[tuple[str, Shape | None], ItemPlace]) -> tuple[str, int]:
     return item[1].file, item[1].offset
 
 

@@ -55,7 +55,7 @@ class Function:
         raise TypeError("a function has no state")
 
 
-class Pickled:
+class PickledObject:
     """An object of the pickle: keeps those entries of its state that have a slot, and does nothing else; without a state it has none.
 
     A pickle can apply a state to a class as well as to an object; on a class :meth:`__setstate__` lacks its second argument.
@@ -84,13 +84,13 @@ class Pickled:
         self._done = True
 
 
-class Metadata(Pickled):
+class Metadata(PickledObject):
     """``Metadata``; Megatron's ``all_local_plans`` is not kept."""
 
     __slots__ = ("planner_data", "state_dict_metadata", "storage_data", "version")
 
 
-class Index(Pickled):
+class Index(PickledObject):
     """``MetadataIndex``: as a key of the pickle's dictionary equal to itself only, whatever it holds."""
 
     __slots__ = ("fqn", "offset")
@@ -108,31 +108,31 @@ class Index(Pickled):
             raise TypeError("a MetadataIndex that is not made of a name and an offset")
 
 
-class StoredTensorMeta(Pickled):
+class StoredTensorMeta(PickledObject):
     """``TensorStorageMetadata``."""
 
     __slots__ = ("chunks", "properties", "size")
 
 
-class StoredBytesMeta(Pickled):
+class StoredBytesMeta(PickledObject):
     """``BytesStorageMetadata``."""
 
     __slots__ = ()
 
 
-class ChunkMeta(Pickled):
+class ChunkMeta(PickledObject):
     """``ChunkStorageMetadata``."""
 
     __slots__ = ("offsets", "sizes")
 
 
-class StorageInfo(Pickled):
+class StorageInfo(PickledObject):
     """``_StorageInfo``; fields that are None are left out of its state."""
 
     __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
 
 
-class Properties(Pickled):
+class Properties(PickledObject):
     """``TensorProperties``: its state is a tuple, ``(dtype, layout, requires_grad, memory format, pin_memory)``.
 
     Since torch 2.15 the strides in memory follow; those of the stored bytes stand in each item, as before.

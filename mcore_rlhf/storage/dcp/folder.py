@@ -22,8 +22,8 @@ from ..torch_values import SmallTensor
 from ..torchzip import Directory
 from . import METADATA_FILE
 from .checks import boxes, check, item_key
-from .items import Ends, Kinds, item_directory, load_tree
-from .metadata import RESTORE, DcpMetadata, Path_, Place, TensorMeta, read_metadata
+from .items import Ends, ItemKinds, item_directory, load_tree
+from .metadata import RESTORE, DcpMetadata, ItemPlace, Path_, TensorMeta, read_metadata
 
 if TYPE_CHECKING:
     from mcore_rlhf.core.cast import Words
@@ -148,7 +148,7 @@ class DcpObject:
     """
 
     fqn: str
-    place: Place
+    place: ItemPlace
     folder: DcpFolder = field(repr=False)
 
     def load(self) -> Any:
@@ -189,9 +189,9 @@ class DcpFolder:
     tensors: Mapping[str, DcpTensor] = field(init=False)
     objects: Mapping[str, DcpObject] = field(init=False)
     _open: dict[str, ByteSource] = field(default_factory=dict, init=False)
-    _kinds: Kinds = field(default_factory=Kinds, init=False)
+    _kinds: ItemKinds = field(default_factory=ItemKinds, init=False)
     _found: dict[At, Ends] = field(default_factory=dict, init=False)
-    _by_file: dict[str, list[tuple[At, Place]]] = field(default_factory=dict, init=False)
+    _by_file: dict[str, list[tuple[At, ItemPlace]]] = field(default_factory=dict, init=False)
     _paths: dict[str, str] = field(default_factory=dict, init=False)
     _values: dict[bytes, Any] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -266,21 +266,21 @@ class DcpFolder:
                 except CheckpointError as error:
                     problems.add_error(error)
 
-    def _items_of(self, name: str) -> list[tuple[At, Place]]:
+    def _items_of(self, name: str) -> list[tuple[At, ItemPlace]]:
         """The items of a file, one behind the other."""
         if not self._by_file:
-            by_file: dict[str, list[tuple[At, Place]]] = {name: [] for name in self.sizes}
+            by_file: dict[str, list[tuple[At, ItemPlace]]] = {name: [] for name in self.sizes}
             for at, place in sorted(self.metadata.places.items(), key=lambda item: item[1].offset):
                 by_file[place.file].append((at, place))
             self._by_file = by_file
         return self._by_file[name]
 
-    def _records_of(self, at: At, place: Place) -> Iterator[StoredRecord]:
+    def _records_of(self, at: At, place: ItemPlace) -> Iterator[StoredRecord]:
         key, is_tensor = item_key(*at), at[1] is not None
         for name, start, nbytes, crc in self._ends(at, place).records:
             yield key if is_tensor else f"{key}:{name}", place.offset + start, nbytes, crc
 
-    def _ends(self, at: At, place: Place) -> Ends:
+    def _ends(self, at: At, place: ItemPlace) -> Ends:
         """What the ends of an item say; of a tensor it is remembered."""
         found = self._found.get(at)
         if found is None:
@@ -320,7 +320,7 @@ class DcpFolder:
         at = (tensor.fqn, box.offset)
         return next((crc for *_, crc in self._ends(at, self.metadata.places[at]).records), 0)
 
-    def _item(self, key: str, place: Place) -> tuple[ByteSource, Directory]:
+    def _item(self, key: str, place: ItemPlace) -> tuple[ByteSource, Directory]:
         file = self._file(place.file)
         return file, item_directory(file, key, place.offset, place.length)
 
@@ -353,7 +353,7 @@ class DcpFolder:
             self._values[pickled] = value
         return value
 
-    def data(self, place: Place) -> bytes:
+    def data(self, place: ItemPlace) -> bytes:
         """See :meth:`DcpObject.data`."""
         return self._file(place.file).read(place.offset, place.length)
 

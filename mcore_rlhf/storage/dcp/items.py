@@ -5,7 +5,7 @@ file, objects through ``torch.save`` to memory; either way the zip's own offsets
 :mod:`..torchzip` reads a file that is one zip, header by header; here a folder can have a hundred thousand small ones, so
 an item's two ends are read, in one go each, and everything is checked in them.
 
-Such a folder has a few kinds of items, and the bytes of a kind are taken apart once (:class:`Kinds`). Zips of one kind differ in
+Such a folder has a few kinds of items, and the bytes of a kind are taken apart once (:class:`ItemKinds`). Zips of one kind differ in
 their tensor's data, in the CRC of those, and in the serialization id that torch hashes from it. Every other byte of both ends is
 compared with that of the first zip of the kind, which was taken apart and checked as a whole; the two copies of the data's CRC are
 compared with each other, and the id with its own CRC. So nothing goes unchecked, at a tenth of the cost.
@@ -49,7 +49,7 @@ def item_directory(file: ByteSource, key: str, offset: int, length: int) -> Dire
     return open_item(file, key, offset, length).directory()
 
 
-def open_item(file: ByteSource, key: str, offset: int, length: int) -> Item:
+def open_item(file: ByteSource, key: str, offset: int, length: int) -> DcpItem:
     """Read the two ends of an item; see :func:`item_directory`.
 
     Raises:
@@ -60,7 +60,7 @@ def open_item(file: ByteSource, key: str, offset: int, length: int) -> Item:
             f"{file.path}: {key} should lie at bytes {offset} to {offset + length}, but the file has {file.nbytes}; "
             f"it was cut off.\n{RESTORE}"
         )
-    return Item(file, key, offset, length, *_ends(file, offset, length))
+    return DcpItem(file, key, offset, length, *_ends(file, offset, length))
 
 
 def _ends(file: ByteSource, offset: int, length: int) -> tuple[bytes, bytes]:
@@ -71,7 +71,7 @@ def _ends(file: ByteSource, offset: int, length: int) -> tuple[bytes, bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DcpItem:
     """An item, of which the two ends are in memory.
 
     Args:
@@ -260,7 +260,7 @@ class _Kind:
 
 
 @dataclass(slots=True)
-class Kinds:
+class ItemKinds:
     """The kinds of items that were seen in a folder. For several threads: what one forgets, another finds again."""
 
     _kinds: dict[tuple[int, bool], tuple[_Kind, ...]] = field(default_factory=dict)
@@ -291,7 +291,7 @@ class Kinds:
             self._kinds[at] = (new, *known[: _MOST - 1])
         return ends
 
-    def _taken_apart(self, item: Item, directory: Directory, *, is_tensor: bool) -> Ends:
+    def _taken_apart(self, item: DcpItem, directory: Directory, *, is_tensor: bool) -> Ends:
         """What an item says; its small records are checked."""
         records: list[tuple[str, int, int, int]] = []
         for member in directory.members.values():
@@ -306,7 +306,7 @@ class Kinds:
         data = directory.members.get(DATA, Member(DATA, item.offset, 0, 0))
         return Ends(tuple(records), self._tensor(item, directory, data.nbytes), data.byte_offset - item.offset)
 
-    def _tensor(self, item: Item, directory: Directory, nbytes: int) -> StoredTensor:
+    def _tensor(self, item: DcpItem, directory: Directory, nbytes: int) -> StoredTensor:
         """How an item stores its tensor. Chunks of one shape have equal pickles: each is taken apart once."""
         member = directory.members[_PICKLE]
         pickled = item.read(member.byte_offset - item.offset, member.nbytes)
@@ -315,7 +315,7 @@ class Kinds:
         return self._stored[pickled, nbytes]
 
 
-def _kind(item: Item, directory: Directory, ends: Ends) -> _Kind | None:
+def _kind(item: DcpItem, directory: Directory, ends: Ends) -> _Kind | None:
     """What items like this one have in common; None where that is not all in the two ends."""
     entries = {entry.name.partition(b"/")[2].decode(): entry for entry in item.entries()}
     identity = _places(item, directory, entries, SERIALIZATION_ID)
@@ -337,7 +337,7 @@ def _kind(item: Item, directory: Directory, ends: Ends) -> _Kind | None:
     return _Kind(ends, tuple(head), tuple(tail), crcs, (content, first, second))
 
 
-def _places(item: Item, directory: Directory, entries: dict[str, z.Entry], name: str) -> tuple[Range, ...]:
+def _places(item: DcpItem, directory: Directory, entries: dict[str, z.Entry], name: str) -> tuple[Range, ...]:
     """Where a member's content and the two copies of its CRC lie in an item; nothing where that is not so."""
     entry, member = entries.get(name), directory.members.get(name)
     if entry is None or member is None or not member.nbytes or not entry.flags & z.HAS_DESCRIPTOR:

@@ -31,7 +31,7 @@ _KNOWN = {f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS} | {
 each rank's file names, and the id of the save."""
 
 
-class Place(NamedTuple):
+class ItemPlace(NamedTuple):
     """Where one item lies: a whole zip of ``torch.save``.
 
     Args:
@@ -69,7 +69,7 @@ class DcpMetadata:
 
     tensors: Mapping[str, TensorMeta]
     objects: tuple[str, ...]
-    places: Mapping[tuple[str, Shape | None], Place]
+    places: Mapping[tuple[str, Shape | None], ItemPlace]
     planner_data: Mapping[str, Path_] = field(default_factory=dict)
     unflattened: Mapping[str, Shape] = field(default_factory=dict)
 
@@ -181,7 +181,7 @@ class _Checked:
             raise self._corrupt(f"planner_data of {fqn} is {shown(value)}, not a path")
         return value
 
-    def _places(self, value: Any) -> Iterator[tuple[tuple[str, Shape | None], Place]]:
+    def _places(self, value: Any) -> Iterator[tuple[tuple[str, Shape | None], ItemPlace]]:
         if type(value) is not dict:
             raise self._corrupt(f"storage_data is a {type(value).__name__}, not a dictionary")
         names: dict[str, str] = {}  # one string for each file, not one for each item
@@ -204,7 +204,7 @@ class _Checked:
             if type(start) is not int or start < 0 or type(length) is not int or length < 0:
                 raise self._corrupt(f"{fqn} has {shown((start, length))} where a shape belongs")
             key = fqn, None if offset is None else self._shape(fqn, offset)
-            yield key, Place(names.setdefault(file, file), start, length)
+            yield key, ItemPlace(names.setdefault(file, file), start, length)
 
     def _corrupt(self, what: str) -> Corrupt:
         return Corrupt(f"{self.path}: {what}.\n{RESTORE}")

@@ -56,7 +56,7 @@ NEWEST = Release.T2_15
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class ReplicaAxis:
     """An axis in front of the one along which a mesh cuts, whose ranks have the same (HSDP).
 
     Args:
@@ -71,7 +71,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class SavingMesh:
     """The ranks of a world in a row, as one of them sees them.
 
     Args:
@@ -87,7 +87,7 @@ class Mesh:
     rank: int
     name: str = "fsdp"
     release: Release = NEWEST
-    copies: Copies | None = None
+    copies: ReplicaAxis | None = None
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -121,7 +121,7 @@ class Mesh:
         return Made(TorchName("torch.serialization._get_layout"), ("torch.strided",), None, new=False)
 
 
-def dtensor(stored: StoredTensor, global_shape: Shape, dim: int, mesh: Mesh) -> Made:
+def dtensor(stored: StoredTensor, global_shape: Shape, dim: int, mesh: SavingMesh) -> Made:
     """A rank's part of a tensor.
 
     Args:
@@ -141,7 +141,7 @@ def dtensor(stored: StoredTensor, global_shape: Shape, dim: int, mesh: Mesh) -> 
     return Made(TorchName("torch._tensor._rebuild_from_type_v2"), (build, cls, wrapper, (None, slots)), None, new=False)
 
 
-def _spec(mesh: Mesh, dim: int, meta: tuple[Any, ...]) -> Made:
+def _spec(mesh: SavingMesh, dim: int, meta: tuple[Any, ...]) -> Made:
     placement = _object(f"{_TENSOR}.placement_types.Shard", {"dim": dim})
     outer = () if mesh.copies is None else (_object(f"{_TENSOR}.placement_types.Replicate", {}),)
     fields = {"mesh": mesh.made, "placements": (*outer, placement), "tensor_meta": _tuple(f"{_SPEC}.TensorMeta", *meta)}
@@ -159,12 +159,12 @@ def _tuple(name: str, *values: Any) -> Made:
     return Made(TorchName(name), values, None, new=True)
 
 
-def _ranks(mesh: Mesh, shape: Shape) -> SmallTensor:
+def _ranks(mesh: SavingMesh, shape: Shape) -> SmallTensor:
     data = b"".join(rank.to_bytes(4, "little") for rank in range(mesh.world))
     return SmallTensor(data, dtype_of("int32"), shape, row_major(shape))
 
 
-def _of_2_8(mesh: Mesh) -> dict[str, Any]:
+def _of_2_8(mesh: SavingMesh) -> dict[str, Any]:
     return {
         "device_type": mesh.device, "mesh": _ranks(mesh, mesh.shape), "mesh_dim_names": mesh.names,
         "_flatten_mesh_list": tuple(range(mesh.world)), "_thread_id": None, "_dim_group_names": mesh.groups,
@@ -172,11 +172,11 @@ def _of_2_8(mesh: Mesh) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _of_2_10(mesh: Mesh) -> dict[str, Any]:
+def _of_2_10(mesh: SavingMesh) -> dict[str, Any]:
     return _since_2_10(mesh, {"shape": mesh.shape, "stride": row_major(mesh.shape)})
 
 
-def _of_2_13(mesh: Mesh, **more: Any) -> dict[str, Any]:
+def _of_2_13(mesh: SavingMesh, **more: Any) -> dict[str, Any]:
     along = zip(mesh.shape, row_major(mesh.shape), strict=True)
     axes = [
         {"shape": (size,), "stride": (stride,)} if size > 1 else {"shape": (), "stride": ()} for size, stride in along
@@ -184,13 +184,13 @@ def _of_2_13(mesh: Mesh, **more: Any) -> dict[str, Any]:
     return _since_2_10(mesh, {"axes": tuple(_object(f"{_LAYOUT}._FlatLayout", axis) for axis in axes)}, more)
 
 
-def _of_2_15(mesh: Mesh) -> dict[str, Any]:
+def _of_2_15(mesh: SavingMesh) -> dict[str, Any]:
     """It compares meshes by an attribute that older ones have not, and so loads none of their files."""
     return _of_2_13(mesh, **{_RANK_ORDER: False})
 
 
 def _since_2_10(
-    mesh: Mesh, layout: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})
+    mesh: SavingMesh, layout: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     return {
         "_device_type": mesh.device, "_layout": _object(f"{_LAYOUT}._MeshLayout", layout), "_rank_map": _ranks(mesh, (mesh.world,)),
@@ -199,7 +199,7 @@ def _since_2_10(
     }  # fmt: skip
 
 
-_ATTRIBUTES: dict[Release, Callable[[Mesh], dict[str, Any]]] = {
+_ATTRIBUTES: dict[Release, Callable[[SavingMesh], dict[str, Any]]] = {
     Release.T2_8: _of_2_8,
     Release.T2_10: _of_2_10,
     Release.T2_13: _of_2_13,

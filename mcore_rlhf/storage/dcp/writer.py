@@ -24,7 +24,7 @@ from ..record_file import Container, Layout, Piece, bytes_of, in_memory, natural
 from ..stored import StoredTensor
 from . import classes
 from .checks import item_key
-from .metadata import DcpMetadata, Path_, Place, TensorMeta
+from .metadata import DcpMetadata, ItemPlace, Path_, TensorMeta
 
 _DATA = "data/0"
 
@@ -139,13 +139,13 @@ def dcp_metadata(
         ValueError: An item is of a tensor whose shape was not given, or is there twice.
     """
     chunks: dict[str, list[TensorItem]] = {fqn: [] for fqn in shapes}
-    places: dict[tuple[str, Shape | None], Place] = {}
+    places: dict[tuple[str, Shape | None], ItemPlace] = {}
     for name, items in files.items():
         for item, offset, length in _placed(items):
             key = (item.fqn, item.offset if isinstance(item, TensorItem) else None)
             if key in places or (isinstance(item, TensorItem) and item.fqn not in chunks):
                 raise ValueError(f"{name}: {item_key(*key)} is there twice, or has no shape")
-            places[key] = Place(name, offset, length)
+            places[key] = ItemPlace(name, offset, length)
             if isinstance(item, TensorItem):
                 chunks[item.fqn].append(item)
     tensors = {
@@ -392,7 +392,7 @@ def _unflattened(out: _Opcodes, shapes: Mapping[str, Shape]) -> None:
     out.close_dict()
 
 
-def _place(out: _Opcodes, fqn: str, offset: Shape | None, place: Place) -> None:
+def _place(out: _Opcodes, fqn: str, offset: Shape | None, place: ItemPlace) -> None:
     out.new(classes.INDEX)
     out.text("fqn")
     out.text(fqn)

@@ -63,7 +63,7 @@ def fill_states(optimizer: Any) -> None:
         state[param] = old.get(param) or empty
 
 
-def save(run: trainer.Trainer, folder: Path) -> None:
+def save(run: trainer.DemoTrainer, folder: Path) -> None:
     """As ``save_checkpoint`` does."""
     args = megatron_args.build(run.model, run.parallel, run.training, 0, run.consumed_train_samples)
     values = dict(ckpt_format="fsdp_dtensor", use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params")
@@ -85,7 +85,7 @@ def main(out: Path) -> None:
     dist.init_process_group("gloo", rank=RANK, world_size=WORLD)
     trainer._build_chunks = chunks
     layout = Parallel(tp=TP, dp=WORLD // TP, ep=EP)
-    run = trainer.Trainer(WITH_EXPERTS if EP > 1 else MODEL, layout, Training(optimizer="distributed", global_batch_size=8))
+    run = trainer.DemoTrainer(WITH_EXPERTS if EP > 1 else MODEL, layout, Training(optimizer="distributed", global_batch_size=8))
     losses = {}
     while run.iteration < END:
         loss = run.train_step()

@@ -43,7 +43,7 @@ def chunks(model: Any, parallel: Any, training: Any, config: Any) -> list[Any]:
     return [wrapper.TorchFullyShardedDataParallel(config=config, ddp_config=options, module=chunk)]
 
 
-def save(run: trainer.Trainer, folder: Path) -> None:
+def save(run: trainer.DemoTrainer, folder: Path) -> None:
     """As ``save_checkpoint`` does."""
     args = megatron_args.build(run.model, run.parallel, run.training, 0, run.consumed_train_samples)
     values = dict(ckpt_format="torch_dcp", use_torch_fsdp2=True, no_save_optim=False, no_save_rng=False)
@@ -61,7 +61,7 @@ def main(out: Path) -> None:
     AnyDevice().__enter__()
     dist.init_process_group("gloo", rank=RANK, world_size=WORLD)
     wrapper.DeviceMesh, trainer._build_chunks = OfCpus, chunks
-    run = trainer.Trainer(MODEL, Parallel(dp=WORLD), Training(optimizer="plain", global_batch_size=8))
+    run = trainer.DemoTrainer(MODEL, Parallel(dp=WORLD), Training(optimizer="plain", global_batch_size=8))
     losses = {}
     while run.iteration < END:
         loss = run.train_step()

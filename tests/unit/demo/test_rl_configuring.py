@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rlhf.demo.rl.options import Options, options_of, parse
-from mcore_rlhf.demo.rl.settings import Settings
+from mcore_rlhf.demo.rl.settings import RlSettings
 from mcore_rlhf.errors import Unsupported, UsageError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -20,7 +20,7 @@ def test_a_configuration_of_grpo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert parse(["--config", str(GRPO)]) == Options(
         algorithm="grpo", tp=2, steps=3, save_interval=20, output_dir=tmp_path, experiment_name="grpo-1.5b-16x128",
         async_save=True, keep_last=3, lr=1e-6, prompts_per_step=128, group_size=16, config=GRPO,
-        hyper=Settings(updates=4, kl_coef=0.001, kl_target=0.05, kl_horizon=10000, entropy_coef=0.0),
+        hyper=RlSettings(updates=4, kl_coef=0.001, kl_target=0.05, kl_horizon=10000, entropy_coef=0.0),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from mcore_rlhf.engines.plain import TorchEngine
 from mcore_rlhf.engines.save import (
     Alive,
     LiveTree,
-    Memory,
+    MemoryRanges,
     RankAccount,
     account_of,
     as_json,
@@ -80,7 +80,7 @@ def test_memory_is_what_segments_and_trees_are_made_of() -> None:
     big, small, other = torch.zeros(40_000), torch.zeros(6), torch.zeros(6)
     tree = LiveTree("f.pt")
     tree.placed({"big": big[:10], "small": small.view(2, 3).T})
-    memory = Memory.of(
+    memory = MemoryRanges.of(
         [LiveFile("f.pt", (0,), [*tree.segments, Segment("x", 0, other[:3]), Segment("y", 0, other[3:5])])], [tree]
     )
     assert memory.has(big)
@@ -252,4 +252,4 @@ def test_a_lazy_account_is_one_pass() -> None:
     def alive() -> Iterator[Alive]:
         yield Alive("w", "param", torch.zeros(2))
 
-    assert [one.here for one in Memory().counted(alive())] == [False]
+    assert [one.here for one in MemoryRanges().counted(alive())] == [False]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from mcore_rlhf.convert import ConvertOptions, prepare
-from mcore_rlhf.execution.fingerprint import Fingerprint, identity
+from mcore_rlhf.execution.fingerprint import PlanFingerprint, identity
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.storage.record_file import StoredFile
 from mcore_rlhf.storage.store import StorePath
@@ -18,7 +18,7 @@ from tests.helpers.conversions import GOLDENS as MEGATRON
 GOLDENS = MEGATRON.parent
 
 
-def fingerprint(source: Path, options: ConvertOptions) -> Fingerprint:
+def fingerprint(source: Path, options: ConvertOptions) -> PlanFingerprint:
     found = prepare(source, options).binding
     assert found is not None
     return found.fingerprint()

@@ -16,7 +16,7 @@ from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.execute import FileRun
 from mcore_rlhf.errors import StorageError
 from mcore_rlhf.execution import journal
-from mcore_rlhf.execution.fingerprint import Fingerprint
+from mcore_rlhf.execution.fingerprint import PlanFingerprint
 from mcore_rlhf.execution.journal import Done, Journal, why_not
 from mcore_rlhf.families.options import WriteOptions
 from mcore_rlhf.storage import record_file
@@ -27,7 +27,7 @@ from tests.helpers.killed import begun, content, run, start
 
 TO = ("--tp", 1, "--pp", 4, "--workers", 1)
 FILES = 8
-FINGERPRINT = Fingerprint("source", "options", "layouts")
+FINGERPRINT = PlanFingerprint("source", "options", "layouts")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from mcore_rlhf.execution import saved
 from mcore_rlhf.execution.fingerprint import digest, identity
 from mcore_rlhf.execution.run import Execution
 from mcore_rlhf.execution.saved import SavedPlan, tail_of
-from mcore_rlhf.execution.spool import Line, PlannedFile, line_of
+from mcore_rlhf.execution.spool import PlannedFile, SpoolLine, line_of
 from mcore_rlhf.families.job_options import PartNumber
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.megatron import writer
@@ -204,9 +204,9 @@ def edited(plan: Path, to: Path, edit: Callable[[list[Any], dict[str, Any]], Non
     edit(tasks, head)
     lines: list[bytes] = []
 
-    def add(line: bytes) -> Line:
+    def add(line: bytes) -> SpoolLine:
         lines.append(line)
-        return Line(sum(map(len, lines[:-1])), len(line))
+        return SpoolLine(sum(map(len, lines[:-1])), len(line))
 
     of_tasks = head["tasks"] if isinstance(head["tasks"], list) else []
     for told, task in zip_longest(of_tasks, tasks):

@@ -17,11 +17,11 @@ import pytest
 from mcore_rlhf.convert import prepare
 from mcore_rlhf.core.execute import WINDOW_BYTES, FileRun
 from mcore_rlhf.errors import CheckpointError, Corrupt, StorageError
-from mcore_rlhf.execution.spool import Line, Spool, Task, line_of, planned_file, value_of
+from mcore_rlhf.execution.spool import Spool, SpoolLine, Task, line_of, planned_file, value_of
 from mcore_rlhf.families.source import open_bytes
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.record_file import StoredFile
-from mcore_rlhf.verify.audit import Ledger, Watched
+from mcore_rlhf.verify.audit import Ledger, WatchedLedger
 from tests.helpers.conversions import GOLDENS, options
 
 SOURCE = GOLDENS.parent / "deepspeed" / "z2_bf16_ac_dp2"
@@ -33,7 +33,7 @@ class Planned(NamedTuple):
     task: Task
     line: bytes
 
-    def read(self, place: Line) -> bytes:
+    def read(self, place: SpoolLine) -> bytes:
         del place
         return self.line
 
@@ -53,7 +53,7 @@ def lines() -> list[Planned]:
 def carried_out(planned: Planned, to: Path) -> None:
     file = planned_file(planned, planned.task)
     with LocalPublication(to, fsync=False) as out, open_bytes(SOURCE, None) as source:
-        watched = Watched(Ledger(planned.files))
+        watched = WatchedLedger(Ledger(planned.files))
         with out.writer(planned.task.path, file.layout) as writer:
             records = sorted(file.records, key=lambda record: writer.offset(record.key))
             run = FileRun(file.plan, records, source, writer, watched, WINDOW_BYTES, lambda _: None, writer.offset)

@@ -20,7 +20,7 @@ from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.passes import crossed
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.registry import format_named, open_checkpoint
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from mcore_rlhf.storage.stored import stub_class
 from tests.helpers import universal_by_hand
 from tests.helpers.conversions import GOLDENS
@@ -140,7 +140,7 @@ def test_every_stage_has_its_groups_in_the_order_in_which_it_meets_them(tmp_path
 
 def test_rules_say_what_is_decayed(tmp_path: Path, config: Path) -> None:
     source, _ = trained_by_deepspeed(tmp_path / "uni", "qwen3")
-    rules = Rules((Rule("*", wd_mult=1.0),))
+    rules = Rules((ParamRule("*", wd_mult=1.0),))
     _, after = megatron_of(source, tmp_path / "out", reference_config=str(config), rules=rules)
     groups = after.ranks[0].model["optimizer"]["optimizer"]["param_groups"]
     assert [group["wd_mult"] for group in groups] == [1.0]
@@ -242,7 +242,7 @@ def test_weights_alone(tmp_path: Path, config: Path) -> None:
 
 def test_parameters_of_one_group_that_are_trained_differently(tmp_path: Path) -> None:
     convert(LLAMA, tmp_path / "ds", ConvertOptions(to="deepspeed", fsync=False, write=WriteOptions(zero_stage=2, dp=1)))
-    rules = Rules((Rule("*", wd_mult=1.0),))  # both groups become one, but they have different weight decays
+    rules = Rules((ParamRule("*", wd_mult=1.0),))  # both groups become one, but they have different weight decays
     with pytest.raises(Lossy, match=r"weight_decay \(0\.1, 0\.0\)"):
         megatron_of(tmp_path / "ds", tmp_path / "out", rules=rules)
 

@@ -17,7 +17,7 @@ from mcore_rlhf.errors import Incomplete, LayoutMismatch, Unsupported
 from mcore_rlhf.families.options import ReadOptions, WriteOptions
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats.deepspeed import FORMAT
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from tests.helpers.conversions import options
 from tests.helpers.damage import edited
 from tests.helpers.deepspeed_goldens import assembled, tensor
@@ -245,7 +245,7 @@ def test_nameless_states_that_nothing_tells_apart_are_refused_until_rules_do(tmp
     root = _nameless(rewritten(write_zero(tmp_path / "source", wanted), 0, 1))
     with pytest.raises(Unsupported, match="more than one choice"):
         read(root)
-    rules = Rules((Rule("layers.0.*", trainable=False), Rule("layers.1.*", wd_mult=0.0)))
+    rules = Rules((ParamRule("layers.0.*", trainable=False), ParamRule("layers.1.*", wd_mult=0.0)))
     assert_holds(FORMAT.read(root, ReadOptions(rules=rules)), wanted, masters=False)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_rlhf.core.catalog import FLOAT32, Record
 from mcore_rlhf.families.fsdp.order import Unit
-from mcore_rlhf.formats.fsdp_ranks.pieces import Flattened, Pieces
+from mcore_rlhf.formats.fsdp_ranks.pieces import FlatPieces, Flattened
 from mcore_rlhf.storage.pt import StoredTensor
 
 
@@ -26,7 +26,7 @@ def test_each_copy_has_all(flat: bool, copies: int) -> None:
     parts = (
         Flattened("weight", unit, pieces(*([11] * 2 * copies)), copies)
         if flat
-        else Pieces(shape, pieces(*([7, 8] * copies)), copies)
+        else FlatPieces(shape, pieces(*([7, 8] * copies)), copies)
     )
     of_copy: dict[int, list[int]] = {}
     for chunk in parts.chunks():
@@ -35,7 +35,7 @@ def test_each_copy_has_all(flat: bool, copies: int) -> None:
 
 
 def test_copies_that_are_cut_in_several_ways_are_no_parameters() -> None:
-    assert Pieces((15,), pieces(7, 8, 7, 8), 2).numel == 15
-    assert Pieces((15,), pieces(7, 8, 8, 7), 2).numel == -1
-    assert Pieces((15,), pieces(7, 8, 15), 2).numel == -1
-    assert list(Pieces((0,), pieces(0, 0), 2).chunks()) == []
+    assert FlatPieces((15,), pieces(7, 8, 7, 8), 2).numel == 15
+    assert FlatPieces((15,), pieces(7, 8, 8, 7), 2).numel == -1
+    assert FlatPieces((15,), pieces(7, 8, 15), 2).numel == -1
+    assert list(FlatPieces((0,), pieces(0, 0), 2).chunks()) == []

@@ -40,8 +40,8 @@ from mcore_rlhf.formats.fsdp_ranks.writer import ranks_target
 from mcore_rlhf.formats.registry import open_checkpoint
 from mcore_rlhf.layouts.fsdp import part
 from mcore_rlhf.manager.will_resume import forecast, loader_named
-from mcore_rlhf.models.spec import Rule, Rules
-from mcore_rlhf.storage.dcp.sharded import Mesh, Release, dtensor
+from mcore_rlhf.models.spec import ParamRule, Rules
+from mcore_rlhf.storage.dcp.sharded import Release, SavingMesh, dtensor
 from mcore_rlhf.storage.pickling import pickle_tree
 from mcore_rlhf.storage.stored import Made, StoredTensor, TorchName
 from mcore_rlhf.trainers.resuming import Outcome, Settings, Thing
@@ -99,7 +99,9 @@ def test_a_part_is_pickled_as_torch_does_it(tmp_path: Path, world: int, rank: in
         torch.save(OrderedDict(a=own), tmp_path / "theirs.pt")
         record = Record("ours.pt", "data/0", FLOAT32, box.numel, 0)
         release = Release.of(vars(mesh), vars(mesh._layout))
-        ours = dtensor(StoredTensor.whole(record, box.shape), shape, dim, Mesh("cpu", world, rank, release=release))
+        ours = dtensor(
+            StoredTensor.whole(record, box.shape), shape, dim, SavingMesh("cpu", world, rank, release=release)
+        )
         pickled = pickle_tree(OrderedDict(a=ours), "ours.pt").data
     with zipfile.ZipFile(tmp_path / "theirs.pt") as file:
         theirs = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
@@ -150,7 +152,7 @@ def test_flat_pieces_are_those_of_all_parameters_one_behind_the_other(tmp_path: 
     assert [group["params"] for group in optim[0]["param_groups"]] == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules((Rule("model.layers.0.*", trainable=False),))], ids=["", "said"])
+@pytest.mark.parametrize("rules", [Rules(), Rules((ParamRule("model.layers.0.*", trainable=False),))], ids=["", "said"])
 def test_a_layer_that_is_not_trained_has_no_flat_states_and_its_number(rules: Rules, tmp_path: Path) -> None:
     """Both layers are of one size: by the numbers in the group, and by nothing else, the states are the second one's."""
     truth = torch.load(FLAT / "expected.pt", weights_only=False)

@@ -16,7 +16,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.source import ParamGroup
 from mcore_rlhf.formats.registry import open_without_manifest
 from mcore_rlhf.layouts.parallel import ParallelConfig
-from mcore_rlhf.models.spec import REPLICATED, ParamSpec, Rule, Rules
+from mcore_rlhf.models.spec import REPLICATED, ParamRule, ParamSpec, Rules
 from tests.helpers.conversions import GOLDENS, Conversions, golden
 from tests.helpers.damage import edited
 from tests.unit.formats.refusal import refused
@@ -49,7 +49,7 @@ def test_weight_decay(name: str, ndim: int, args: dict[str, bool], wd_mult: floa
 
 
 def test_rules_win() -> None:
-    chosen = membership(Rules((Rule("*.special", wd_mult=0.5), Rule("*norm*", wd_mult=1.0))))
+    chosen = membership(Rules((ParamRule("*.special", wd_mult=0.5), ParamRule("*norm*", wd_mult=1.0))))
     assert chosen.wd_mult("x.special", 2) == 0.5
     assert chosen.wd_mult("decoder.final_layernorm.weight", 1) == 1.0
 

@@ -16,7 +16,7 @@ from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.megatron_dist.names import (
     Experts,
     Home,
-    Spelling,
+    KeySpelling,
     home_of,
     homes_of,
     name_at,
@@ -31,8 +31,8 @@ from mcore_rlhf.models.megatron import registration_order
 from mcore_rlhf.models.spec import GATED, ROW, ParamSpec
 from tests.helpers.conversions import GOLDENS, NAMES
 
-LOCAL = Spelling(True, Experts.SEQUENTIAL, True)
-FUSED = Spelling(False, Experts.GROUPED, True)
+LOCAL = KeySpelling(True, Experts.SEQUENTIAL, True)
+FUSED = KeySpelling(False, Experts.GROUPED, True)
 DENSE = ("self_attention.linear_proj.weight", "self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.router.weight",
          "mlp.shared_experts.linear_fc1.weight", "self_attention.q_layernorm.weight", "mlp.linear_fc2._extra_state")  # fmt: skip
 OUTSIDE = (
@@ -52,12 +52,12 @@ def experts_of(kind: Experts, layer: str, expert: int) -> list[str]:
 
 
 @given(
-    st.builds(Spelling, st.booleans(), st.sampled_from(Experts), st.booleans())
-    | st.builds(Spelling, st.booleans(), st.sampled_from(Experts), st.just(False), singleton=st.just(True)),
+    st.builds(KeySpelling, st.booleans(), st.sampled_from(Experts), st.booleans())
+    | st.builds(KeySpelling, st.booleans(), st.sampled_from(Experts), st.just(False), singleton=st.just(True)),
     st.integers(0, 93), st.integers(0, 127), st.sampled_from(["decoder.layers", "mtp.layers"]),
 )  # fmt: skip
 def test_every_name_has_one_home_and_comes_back_from_it(
-    spelling: Spelling, layer: int, expert: int, block: str
+    spelling: KeySpelling, layer: int, expert: int, block: str
 ) -> None:
     prefix = f"{block}.{layer}." + ("transformer_layer." if block == "mtp.layers" else "")
     names = [*OUTSIDE, *(prefix + name for name in DENSE), *experts_of(spelling.experts, prefix, expert)]
@@ -79,11 +79,11 @@ SEEN = [
      Home("decoder.layers.mlp.experts.experts.linear_fc1.weight", (2, 3))),
     (LOCAL, "mtp.layers.0.transformer_layer.input_layernorm.weight",
      Home("mtp.layers.0.transformer_layer.self_attention.linear_qkv.layer_norm_weight")),
-    (Spelling(True, Experts.PACKED, True), "decoder.layers.1.mlp.experts.weight1",
+    (KeySpelling(True, Experts.PACKED, True), "decoder.layers.1.mlp.experts.weight1",
      Home("decoder.layers.mlp.experts.experts.linear_fc1.weight", (1,), transposed=True)),
-    (Spelling(True, Experts.SEQUENTIAL, False), "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight",
+    (KeySpelling(True, Experts.SEQUENTIAL, False), "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight",
      Home("decoder.layers.1.mlp.experts.experts.linear_fc2.weight", (2,))),
-    (Spelling(False, Experts.SEQUENTIAL, True), "decoder.layers.1.input_layernorm.weight",
+    (KeySpelling(False, Experts.SEQUENTIAL, True), "decoder.layers.1.input_layernorm.weight",
      Home("decoder.layers.input_layernorm.weight", (1,))),
     (FUSED, "decoder.layers.1.mlp.experts.linear_fc1.weight12",
      Home("decoder.layers.mlp.experts.experts.linear_fc1.weight", (1, 12))),
@@ -91,7 +91,7 @@ SEEN = [
 
 
 @pytest.mark.parametrize(("spelling", "name", "home"), SEEN)
-def test_keys_are_those_of_megatron_core(spelling: Spelling, name: str, home: Home) -> None:
+def test_keys_are_those_of_megatron_core(spelling: KeySpelling, name: str, home: Home) -> None:
     assert home_of(name, spelling) == home
 
 
@@ -106,7 +106,7 @@ def test_the_names_in_a_stack_are_all_layers_and_experts() -> None:
 
 
 def test_halves_with_keys_of_their_own_are_one_parameter() -> None:
-    spelling = Spelling(True, Experts.SEQUENTIAL, False, singleton=True)
+    spelling = KeySpelling(True, Experts.SEQUENTIAL, False, singleton=True)
     gate, up = (dict(names_in(f"decoder.layers.0.mlp.linear_fc1.weight_{half}", (96, 64), spelling)) for half in "wv")
     assert list(gate) == list(up) == ["decoder.layers.0.mlp.linear_fc1.weight"]
     assert (next(iter(gate.values())).part, next(iter(up.values())).part) == (0, 1)
@@ -122,7 +122,7 @@ GATED_EXPERT = {Experts.SEQUENTIAL: "local_experts.{}.linear_fc1.weight", Expert
 @pytest.mark.parametrize("kind", GATED_EXPERT)
 def test_what_differs_in_its_states_has_keys_of_its_own(kind: Experts) -> None:
     """Layers first, and experts with the halves of gated matrices where that is not enough: read and written by one relation."""
-    usual = Spelling(False, kind, True)
+    usual = KeySpelling(False, kind, True)
     names = [f"decoder.layers.{n}.mlp.experts.{GATED_EXPERT[kind].format(e)}" for n in range(2) for e in range(2)]
     layers, alone = replace(usual, stacked=False), replace(usual, stacked=False, singleton=True)
     assert without_holes(usual, dict.fromkeys(names, True)) == usual
@@ -174,7 +174,7 @@ def test_an_unknown_parameter_stands_behind_its_neighbours() -> None:
     assert registration_order(names) == [names[1], names[2], names[0], names[3]]
 
 
-def spelled(**values: object) -> Spelling:
+def spelled(**values: object) -> KeySpelling:
     return spelling_of_keys(["decoder.layers.mlp.linear_fc2.weight"], Arguments(values))
 
 

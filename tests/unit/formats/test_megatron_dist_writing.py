@@ -18,7 +18,7 @@ from mcore_rlhf.core.facts import Fate
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, UsageError
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.registry import open_checkpoint
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from tests.helpers.conversions import GOLDENS, NAMES, golden, options
 from tests.helpers.damage import edited
@@ -329,7 +329,7 @@ def test_layers_have_keys_of_their_own_where_some_are_not_trained(tmp_path: Path
             for group in inner["param_groups"]:
                 group["params"] = [n - (n > at) for n in group["params"] if n != at]
             del tree["optimizer"]["fp32_from_fp16_params"][0][at]
-    read = ReadOptions(rules=Rules((Rule(frozen, trainable=False),)))
+    read = ReadOptions(rules=Rules((ParamRule(frozen, trainable=False),)))
     job = convert(source, tmp_path / "target", replace(options(), to="megatron-dist", read=read))
     assert [text for fate, text in job.report.lines if fate is Fate.NOTE and "(non_homogeneous_layers)" in text]
     found = open_checkpoint(tmp_path / "target", ReadOptions())

@@ -17,7 +17,7 @@ from mcore_rlhf.errors import Incomplete, Unsupported
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.formats.megatron_dist import torch_dcp
 from mcore_rlhf.formats.registry import detect, open_checkpoint
-from mcore_rlhf.models.spec import Rule, Rules
+from mcore_rlhf.models.spec import ParamRule, Rules
 from mcore_rlhf.storage.dcp.folder import DcpFolder
 from mcore_rlhf.verify.checkpoint import Depth, verify
 from tests.helpers.catalog_values import tensor_of
@@ -159,7 +159,7 @@ def test_rules_say_which_parameters_were_frozen(monkeypatch: pytest.MonkeyPatch)
         Unsupported, match=r"has 9 parameters, and names and shapes make 10.*\n.*'trainable: false' in --rules"
     ):
         open_checkpoint(GOLDEN, ReadOptions())
-    source = open_checkpoint(GOLDEN, ReadOptions(rules=Rules((Rule(head, trainable=False),))))
+    source = open_checkpoint(GOLDEN, ReadOptions(rules=Rules((ParamRule(head, trainable=False),))))
     assert [spec.name for spec in source.model.params if not spec.trainable] == [head]
     assert all(
         bits_equal(tensor_of(source, spec.name, MASTER).to(torch.bfloat16), tensor_of(source, spec.name, PARAM))

@@ -10,7 +10,7 @@ import torch
 from mcore_rlhf.core.catalog import Shape
 from mcore_rlhf.errors import LayoutMismatch, Unsupported, Untrusted
 from mcore_rlhf.families.universal_info import CutTensor, UniversalCheckpointInfo
-from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, Partition, Rule, Rules
+from mcore_rlhf.models.spec import GATED, REPLICATED, ROW, VOCABULARY, ParamRule, Partition, Rules
 
 INFO = {
     "vocabulary_parameter_patterns": [r"\d+.word_embeddings.weight"],
@@ -32,7 +32,7 @@ def joined(cut: CutTensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def cut_of(
-    name: str, shapes: list[Shape], *rules: Rule, info: dict[str, Any] = INFO, buffer: bool = False
+    name: str, shapes: list[Shape], *rules: ParamRule, info: dict[str, Any] = INFO, buffer: bool = False
 ) -> CutTensor:
     return UniversalCheckpointInfo(info).cut(name, shapes, Rules(rules), buffer=buffer)
 
@@ -74,7 +74,7 @@ def test_one_rank_has_all_and_buffers_are_not_cut() -> None:
 
 
 def test_the_users_rules_come_first() -> None:
-    assert cut_of("3.dense.weight", [(4, 4)] * 2, Rule("*.dense.weight", REPLICATED)).partition == REPLICATED
+    assert cut_of("3.dense.weight", [(4, 4)] * 2, ParamRule("*.dense.weight", REPLICATED)).partition == REPLICATED
 
 
 def _affine(**piece: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from mcore_rlhf.convert import Job, convert
 from mcore_rlhf.errors import LayoutMismatch
 from mcore_rlhf.families.options import ReadOptions
-from mcore_rlhf.models.spec import COLUMN, REPLICATED, ROW, Rule, Rules
+from mcore_rlhf.models.spec import COLUMN, REPLICATED, ROW, ParamRule, Rules
 from tests.helpers.conversions import GOLDENS, options
 from tests.helpers.damage import ITERATION, MODEL, edited
 from tests.helpers.plain_load import plain_load
@@ -63,7 +63,7 @@ def test_different_copies_need_a_rule(tmp_path: Path) -> None:
 def test_a_rule_says_how_they_are_cut(tmp_path: Path, partition: object, dim: int) -> None:
     parts = [head(1, 2), head(3, 4)]
     source = weights(tmp_path, 2, dict(zip(("mp_rank_00", "mp_rank_01"), parts, strict=True)))
-    rules = Rules((Rule("value_head.*", partition),))  # type: ignore[arg-type]
+    rules = Rules((ParamRule("value_head.*", partition),))  # type: ignore[arg-type]
     with_rules(source, tmp_path / "one", rules, tp=1)
     (whole,) = found(tmp_path / "one")
     assert torch.equal(whole, torch.cat(parts, dim))
@@ -75,7 +75,7 @@ def test_a_rule_says_how_they_are_cut(tmp_path: Path, partition: object, dim: in
 def test_one_rank_has_nothing_to_compare(tmp_path: Path) -> None:
     source = weights(tmp_path, 1, {"mp_rank_00": head(1, 2)})
     refused(source, LayoutMismatch, NAME, "cannot be compared", "--rules", tp=2)
-    with_rules(source, tmp_path / "cut", Rules((Rule(NAME, REPLICATED),)), tp=2)
+    with_rules(source, tmp_path / "cut", Rules((ParamRule(NAME, REPLICATED),)), tp=2)
     assert all(torch.equal(value, head(1, 2)) for value in found(tmp_path / "cut"))
     convert(source, tmp_path / "stages", options(pp=2))  # no cut is asked for
     behind = [NAME in plain_load(path)["model"] for path in sorted((tmp_path / "stages").rglob(MODEL))]

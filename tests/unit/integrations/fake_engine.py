@@ -11,7 +11,7 @@ import torch
 
 from mcore_rlhf.engines.base import LoadRequest
 from mcore_rlhf.engines.plain import TorchEngine
-from mcore_rlhf.integrations.megatron_arguments import Trained
+from mcore_rlhf.integrations.megatron_arguments import ScriptObjects
 
 
 class Counters:
@@ -30,7 +30,10 @@ class Counters:
 
 class ScriptEngine(TorchEngine):
     def __init__(
-        self, trained: Trained, args: Callable[[], Namespace], further: Callable[[], Mapping[str, object]] | None = None
+        self,
+        trained: ScriptObjects,
+        args: Callable[[], Namespace],
+        further: Callable[[], Mapping[str, object]] | None = None,
     ) -> None:
         bare = further is not None and args().no_save_optim
         self.counters = Counters(args, further)

@@ -13,7 +13,7 @@ from mcore_rlhf.layouts.zero import (
     BorderGroup,
     FlatGroup,
     Group,
-    Run,
+    PartitionRun,
     SlicedGroup,
     alignment_gaps,
     dealt,
@@ -101,7 +101,7 @@ def test_momenta_lie_whole_on_every_rank_that_has_a_part(numels: list[int], dp: 
         runs = [group.run(index, rank) for index in range(len(numels))]
         at = 0
         for index in held:
-            assert runs[index] == Run(rank, 0, at, numels[index])
+            assert runs[index] == PartitionRun(rank, 0, at, numels[index])
             at += numels[index]
         assert [index for index, run in enumerate(runs) if run is not None] == held
 
@@ -119,8 +119,8 @@ def test_a_rank_that_has_padding_only() -> None:
     assert group.length() == 2
     assert [group.padding(rank) for rank in range(8)] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert [list(group.indices(rank)) for rank in range(3)] == [[0, 1], [1], []]
-    assert list(group.runs(1)) == [Run(0, 0, 1, 1), Run(1, 1, 0, 1)]
-    assert list(SlicedGroup((1,), 4).runs(0)) == [Run(0, 0, 0, 1)]
+    assert list(group.runs(1)) == [PartitionRun(0, 0, 1, 1), PartitionRun(1, 1, 0, 1)]
+    assert list(SlicedGroup((1,), 4).runs(0)) == [PartitionRun(0, 0, 0, 1)]
 
 
 def test_groups_without_elements() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_rlhf.manager.run import mirror_hosts
-from mcore_rlhf.manager.run.mirror_hosts import TALK, Helpers, Told, shares
+from mcore_rlhf.manager.run.mirror_hosts import TALK, Helpers, HelperState, shares
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 
 HOSTS = ("a", "b", "c")
@@ -60,7 +60,7 @@ def test_who_is_done_counts_and_who_gives_up_or_falls_silent_is_passed_over(
     asked = json.loads((tmp_path / TALK / "asked.json").read_text())
     assert (asked["step"], asked["transaction"], asked["hosts"]) == (1, "t", ["a", "b"])
     if told is not None:
-        text = json.dumps(asdict(Told(**{"attempt": asked["attempt"], **told})))
+        text = json.dumps(asdict(HelperState(**{"attempt": asked["attempt"], **told})))
         (tmp_path / TALK / "00008.json").write_text(text)
     assert helpers.wait(lambda: None) is complete
     helpers.withdraw()

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from mcore_rlhf.errors import UsageError
-from mcore_rlhf.manager.prove.check import CheckOptions, KilledRun, Outcome, compare_outputs
+from mcore_rlhf.manager.prove.check import CheckOptions, CheckOutcome, KilledRun, compare_outputs
 from mcore_rlhf.manager.prove.facts import by_rank, facts_of
-from mcore_rlhf.manager.prove.profiles import EXACT, PROFILES, Off, profile_named
+from mcore_rlhf.manager.prove.profiles import EXACT, PROFILES, MeasuredDifference, profile_named
 from mcore_rlhf.storage.manifest import FileEntry, Manifest, crc_of_file
 
 BF16 = profile_named("bf16-reduction")
@@ -86,8 +86,10 @@ def test_a_random_tensor_is_measured_as_numpy_measures_it(tmp_path: Path, rng: r
     places = run(tmp_path / "A", {"w": torch.from_numpy(a).T}), run(tmp_path / "B", {"w": torch.from_numpy(b).T})
     found = compare_outputs(*places, 5, CheckOptions(3, 2, profile=BF16)).states.tally
     assert found.worst is not None
-    tensor = Off("actor/state.pt", "w", float(np.abs(a.astype(float) - b).max()), float(np.abs(a).max()) * 2**-8)
-    kl = Off("rlhf/rlhf_state.json", "kl", 0.1001 - 0.1, 1e-4 + 0.1 * 2**-6)
+    tensor = MeasuredDifference(
+        "actor/state.pt", "w", float(np.abs(a.astype(float) - b).max()), float(np.abs(a).max()) * 2**-8
+    )
+    kl = MeasuredDifference("rlhf/rlhf_state.json", "kl", 0.1001 - 0.1, 1e-4 + 0.1 * 2**-6)
     assert found.within == 2
     assert found.worst.key == max(tensor, kl, key=lambda off: off.share).key
     assert found.worst.off == pytest.approx(max(tensor, kl, key=lambda off: off.share).off)
@@ -103,7 +105,7 @@ def test_metrics_have_room_where_they_have_a_point_and_nowhere_else(tmp_path: Pa
     assert found.metrics is not None
     assert (found.metrics.tally.within, found.metrics.tally.worst) == (
         2,
-        Off("metrics", "step 4/loss", 1.01 - 1.0, 2**-6 + 1e-4),
+        MeasuredDifference("metrics", "step 4/loss", 1.01 - 1.0, 2**-6 + 1e-4),
     )
     far = run(
         tmp_path / "C", {"w": torch.ones(2)}, [{**lines[0], "loss": 1.1, "tokens": 101}, {**lines[1], "note": "b"}]
@@ -131,7 +133,7 @@ def test_ranks_are_compared_each_with_its_own_and_the_first_difference_is_theirs
     b = run(tmp_path / "B", state, lines, {1: rank1, 2: rank1.replace("2.0", "2.5")})
     found = compare_outputs(a, b, 5, CheckOptions(3, 2, ignore=("rlhf/*",)))
     assert not found.equal
-    outcome = Outcome(3, 2, [KilledRun(found)], None)
+    outcome = CheckOutcome(3, 2, [KilledRun(found)], None)
     ranks = by_rank(outcome)
     firsts = {rank: facts["runs"][0]["first_difference"] for rank, facts in ranks.items()}  # type: ignore[index]
     assert (firsts[0], firsts[1]) == (None, None)

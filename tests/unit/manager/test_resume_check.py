@@ -18,7 +18,7 @@ import torch
 
 from mcore_rlhf.errors import CheckpointError, NotACheckpoint, Unsupported, UsageError
 from mcore_rlhf.manager.prove.check import CheckOptions, ResumeCheck, compare_outputs
-from mcore_rlhf.manager.prove.command import Command, RunPlaces, Template
+from mcore_rlhf.manager.prove.command import RunningCommand, RunPlaces, Template
 from mcore_rlhf.manager.prove.compare import StepComparer
 from mcore_rlhf.manager.prove.control import chosen, flipped, make_control
 from mcore_rlhf.manager.prove.ignored import Ignored
@@ -114,7 +114,7 @@ def test_no_process_survives_in_whatever_session_it_is(tmp_path: Path, end: str)
 def test_a_worker_without_the_mark_is_found_by_its_parent(tmp_path: Path, ready: bool) -> None:
     pid = tmp_path / "pid"
     words = ["/bin/sh", "-c", f"env -i setsid sleep 300 & echo $! > {pid}; wait"]
-    with Command(words, {}, tmp_path / "log") as command:
+    with RunningCommand(words, {}, tmp_path / "log") as command:
         worker = wait_for(pid)
         assert is_alive(worker)
         if ready:
@@ -125,7 +125,7 @@ def test_a_worker_without_the_mark_is_found_by_its_parent(tmp_path: Path, ready:
 
 
 def test_interrupting_ends_the_command(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), Command(["sleep", "300"], {}, tmp_path / "log") as command:
+    with pytest.raises(KeyboardInterrupt), RunningCommand(["sleep", "300"], {}, tmp_path / "log") as command:
         raise KeyboardInterrupt
     assert command.exit_code == -9
 
@@ -206,7 +206,7 @@ def test_a_kill_that_came_too_late_is_a_miss_and_no_failure_of_the_command(tmp_p
     places = RunPlaces(check.folder, "B")
 
     class Late(KillPlan):
-        def strike(self, command: Command, *others: object) -> None:  # type: ignore[override]
+        def strike(self, command: RunningCommand, *others: object) -> None:  # type: ignore[override]
             command.kill()
 
     assert check._kill_once(places, Late("during-save", 1, 3, 0.0, random.Random(0)), 0) is None

@@ -19,7 +19,7 @@ from mcore_rlhf.errors import LayoutMismatch, StorageError, UsageError
 from mcore_rlhf.manager import watch, watched_results
 from mcore_rlhf.manager.run import steps
 from mcore_rlhf.manager.run.retention import KeepEvery, KeepLast, delete
-from mcore_rlhf.manager.watch import Watched, Watcher
+from mcore_rlhf.manager.watch import Watcher, WatchEvent
 from mcore_rlhf.manager.watched_results import FolderResults
 from mcore_rlhf.storage.notes import FolderNotes
 from tests.unit.cli.conftest import GOLDENS
@@ -31,7 +31,7 @@ class Runs:
     """A run, its watcher, and what was said."""
 
     folder: Path
-    events: list[Watched] = field(default_factory=list)
+    events: list[WatchEvent] = field(default_factory=list)
     meanwhile: Callable[[int], None] = lambda step: None
     made: list[int] = field(default_factory=list)
 

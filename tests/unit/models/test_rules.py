@@ -15,9 +15,9 @@ from mcore_rlhf.models.spec import (
     ROW,
     VOCABULARY,
     ModelSpec,
+    ParamRule,
     ParamSpec,
     Partition,
-    Rule,
     Rules,
     read_rules,
 )
@@ -60,7 +60,9 @@ rules:
 
 
 def test_the_first_rule_that_speaks_wins() -> None:
-    rules = Rules((Rule("*head*", trainable=True), Rule("value_*", partition=ROW), Rule("*", partition=COLUMN)))
+    rules = Rules(
+        (ParamRule("*head*", trainable=True), ParamRule("value_*", partition=ROW), ParamRule("*", partition=COLUMN))
+    )
     assert rules.partition("value_head") == ROW
     assert rules.partition("Value_head") == COLUMN, "patterns tell capitals apart"
 

@@ -19,8 +19,8 @@ from mcore_rlhf.errors import CheckpointError, Corrupt
 from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.dcp.checks import overlap
 from mcore_rlhf.storage.dcp.folder import DcpFolder
-from mcore_rlhf.storage.dcp.items import Item as OpenItem
-from mcore_rlhf.storage.dcp.items import Kinds
+from mcore_rlhf.storage.dcp.items import DcpItem as OpenItem
+from mcore_rlhf.storage.dcp.items import ItemKinds
 from mcore_rlhf.storage.dcp.writer import Distcp, Item, ObjectItem, TensorItem, dcp_metadata, saved
 from mcore_rlhf.storage.reading import LocalFile, opened
 
@@ -158,7 +158,7 @@ def is_found_alone(path: Path, good: bytes, at: int, offset: int, length: int) -
     """Whether taking the item apart by itself notices it."""
     path.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
     try:
-        Kinds().ends(opened(path), "w", offset, length, is_tensor=True)
+        ItemKinds().ends(opened(path), "w", offset, length, is_tensor=True)
     except CheckpointError:
         return True
     return False

@@ -199,11 +199,11 @@ def test_metadata_holds_no_path_and_is_torchs_own_class(tmp_path: Path) -> None:
 
 def test_large_offsets_survive() -> None:
     """Beyond 2 and 4 GiB, numbers have other opcodes."""
-    from mcore_rlhf.storage.dcp.metadata import DcpMetadata, Place
+    from mcore_rlhf.storage.dcp.metadata import DcpMetadata, ItemPlace
     from mcore_rlhf.storage.dcp.writer import pickle_metadata
 
     numbers = [0, 255, 256, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 45]
-    places = {(f"x{n}", None): Place("f", n, n) for n in numbers}
+    places = {(f"x{n}", None): ItemPlace("f", n, n) for n in numbers}
     loaded = pickle.loads(pickle_metadata(DcpMetadata({}, tuple(f"x{n}" for n in numbers), places)))
     assert {info.offset for info in loaded.storage_data.values()} == set(numbers)
 

@@ -11,11 +11,11 @@ import pytest
 from mcore_rlhf.errors import Corrupt, Untrusted
 from mcore_rlhf.storage import beneath, links, reading
 from mcore_rlhf.storage.beneath import Beneath, append, remove_beneath, write_new
-from mcore_rlhf.storage.destination import LocalFolder, Names
+from mcore_rlhf.storage.destination import LocalFolder, TargetPaths
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.publish import LocalPublication
 from mcore_rlhf.storage.record_file import Raw
-from mcore_rlhf.storage.transactions import Lock, Places, joined, recover
+from mcore_rlhf.storage.transactions import Lock, TransactionPaths, joined, recover
 
 
 @pytest.fixture(params=[True, False], ids=["openat2", "part by part"])
@@ -128,7 +128,7 @@ def test_small_files_are_written_through_no_link(root: Path, outside: Path) -> N
     ],
 )
 def test_two_names_are_two_files(names: tuple[str, ...], why: str) -> None:
-    taken = Names("here", ("mcore_rlhf.json", ".tx-"))
+    taken = TargetPaths("here", ("mcore_rlhf.json", ".tx-"))
     for name in names[:-1]:
         taken.add(name)
     with pytest.raises(Untrusted, match=why):
@@ -154,7 +154,7 @@ def test_a_publication_writes_into_the_folder_that_it_made(tmp_path: Path, outsi
 
 def test_what_others_have_planted_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
-    places = Places(target, "0000000000000-00000000")
+    places = TransactionPaths(target, "0000000000000-00000000")
     Lock(places.lock).let_go()
     places.staging.mkdir()
     (places.staging / "weights").write_text("theirs")
@@ -177,7 +177,7 @@ def _nothing_can_be_made(**_: object) -> None:
 
 @pytest.mark.parametrize("name", ["staging", "journal"])
 def test_a_link_in_place_of_what_was_left_is_not_gone_on_with(tmp_path: Path, outside: Path, name: str) -> None:
-    places = Places(tmp_path / "out", "0000000000000-00000000")
+    places = TransactionPaths(tmp_path / "out", "0000000000000-00000000")
     places.staging.mkdir()
     places.journal.write_text("")
     assert places.resumable

@@ -17,7 +17,7 @@ from mcore_rlhf.storage import patience, transactions
 from mcore_rlhf.storage import publish as publish_module
 from mcore_rlhf.storage.manifest import FileEntry, Manifest
 from mcore_rlhf.storage.publish import MANIFEST_NAME, LocalPublication, check_space, replace_text
-from mcore_rlhf.storage.transactions import Lock, Places, recover
+from mcore_rlhf.storage.transactions import Lock, TransactionPaths, recover
 from mcore_rlhf.storage.urls import refuse_overlap
 
 MANIFEST = Manifest({"a": FileEntry(3, 0)})
@@ -180,7 +180,7 @@ def test_what_lies_aside_is_put_back_whatever_became_of_the_lock(
 ) -> None:
     monkeypatch.setattr(transactions, "PAUSES", (0.001,))
     for transaction in ("1", "2"):  # of two, the newest
-        places = Places(tmp_path / "o[u]t", transaction)
+        places = TransactionPaths(tmp_path / "o[u]t", transaction)
         publish(places.old, transaction)
     if text is not None:
         places.lock.write_text(text)
@@ -193,7 +193,7 @@ def test_what_lies_aside_is_put_back_whatever_became_of_the_lock(
 
 def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transactions, "PAUSES", (0.001,))
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     publish(places.old, "old")
     lock = Lock(places.lock)
     assert recover(places.target) == []
@@ -207,7 +207,7 @@ def test_what_a_living_process_moved_aside_is_left_to_it(tmp_path: Path, monkeyp
 
 def test_what_was_replaced_is_removed_by_whoever_is_alone(tmp_path: Path) -> None:
     published = publish(tmp_path / "out", "new")
-    places = Places(tmp_path / "out", published.transaction)
+    places = TransactionPaths(tmp_path / "out", published.transaction)
     publish(places.old, "old")
     places.lock.write_text("another-host")
     assert recover(places.target) == []
@@ -271,7 +271,7 @@ def test_leftovers_of_the_living_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_another_host_are_left_alone_for_a_day(tmp_path: Path) -> None:
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     places.staging.mkdir()
     places.lock.write_text("another-host")
     assert recover(tmp_path / "out") == []
@@ -284,7 +284,7 @@ def test_a_lock_of_another_host_ages_by_the_clock_of_its_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This host's clock may be wrong by days, where the lock is held by one that the kernel does not know of."""
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     places.staging.mkdir()
     places.lock.write_text("another-host")
     now = time.time()
@@ -297,7 +297,7 @@ def test_a_lock_of_another_host_ages_by_the_clock_of_its_file_system(
 
 
 def test_a_lock_whose_age_nobody_can_say_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     places.staging.mkdir()
     places.lock.write_text("another-host")
     os.utime(places.lock, (0, 0))
@@ -315,7 +315,7 @@ def test_a_requeued_job_takes_over_what_it_left_on_another_host(
 ) -> None:
     for name, value in {"JOB_ID": "77", "STEP_ID": "0", "PROCID": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     places.staging.mkdir()
     places.lock.write_text("another-host 77.0.2")
     assert recover(tmp_path / "out") == []
@@ -324,7 +324,7 @@ def test_a_requeued_job_takes_over_what_it_left_on_another_host(
 
 
 def test_an_old_target_is_kept_where_someone_made_a_new_one(tmp_path: Path) -> None:
-    places = Places(tmp_path / "out", "1")
+    places = TransactionPaths(tmp_path / "out", "1")
     lock = Lock(places.lock)
     os.close(lock._fd)  # as if the process had died
     places.old.mkdir()
@@ -336,7 +336,7 @@ def test_an_old_target_is_kept_where_someone_made_a_new_one(tmp_path: Path) -> N
 
 
 def test_a_leftover_lock_does_not_hinder_the_next_one(tmp_path: Path) -> None:
-    places = Places(tmp_path / "o[u]t*", "1")
+    places = TransactionPaths(tmp_path / "o[u]t*", "1")
     lock = Lock(places.lock)
     os.close(lock._fd)
     places.staging.mkdir()

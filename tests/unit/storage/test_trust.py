@@ -20,7 +20,7 @@ import torch
 from mcore_rlhf.errors import CheckpointError, Corrupt, Unsupported, Untrusted
 from mcore_rlhf.storage.pt import read_pt
 from mcore_rlhf.storage.stored import Stub
-from mcore_rlhf.storage.trust import Verdict, judge
+from mcore_rlhf.storage.trust import PickleVerdict, judge
 from tests.unit.storage.forge import called, saved_pickle, write_pt
 
 TOUCH = "touch ran"
@@ -188,39 +188,39 @@ def test_an_environment_variable_cannot_open_the_door(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        ("argparse.Namespace", Verdict.REAL),
-        ("numpy._core.multiarray._reconstruct", Verdict.REAL),
-        ("_io.BytesIO", Verdict.REAL),
-        ("megatron.core.transformer.enums.AttnBackend", Verdict.STUB),
-        ("deepspeed.runtime.fp16.loss_scaler.LossScaler", Verdict.STUB),
-        ("transformer_engine.common.recipe.DelayedScaling", Verdict.STUB),
-        ("signal.Signals", Verdict.STUB),
-        ("pathlib.PosixPath", Verdict.STUB),
-        ("types.SimpleNamespace", Verdict.STUB),
-        ("numpy.dtypes.UInt32DType", Verdict.STUB),
-        ("datetime.datetime", Verdict.STUB),
-        ("mine.Config", Verdict.UNKNOWN),
-        ("megatronx.Config", Verdict.UNKNOWN),
-        ("torch.distributed.device_mesh.DeviceMesh", Verdict.UNKNOWN),
-        ("signal.signal", Verdict.HARMFUL),
-        ("types.FunctionType", Verdict.HARMFUL),
-        ("_io.FileIO", Verdict.HARMFUL),
-        ("io.open", Verdict.HARMFUL),
-        ("_codecs.lookup", Verdict.HARMFUL),
-        ("torch.hub.load", Verdict.HARMFUL),
-        ("torch.storage._load_from_bytes", Verdict.HARMFUL),
-        ("torch.utils.cpp_extension.load", Verdict.HARMFUL),
-        ("numpy.testing._private.utils.runstring", Verdict.HARMFUL),
-        ("numpy.core.multiarray.fromfile", Verdict.HARMFUL),
-        ("megatron.core.utils.__builtins__.eval", Verdict.HARMFUL),
-        ("deepspeed.launcher.runner.subprocess.Popen", Verdict.HARMFUL),
-        ("system", Verdict.HARMFUL),
-        ("mine.\nX", Verdict.HARMFUL),
+        ("argparse.Namespace", PickleVerdict.REAL),
+        ("numpy._core.multiarray._reconstruct", PickleVerdict.REAL),
+        ("_io.BytesIO", PickleVerdict.REAL),
+        ("megatron.core.transformer.enums.AttnBackend", PickleVerdict.STUB),
+        ("deepspeed.runtime.fp16.loss_scaler.LossScaler", PickleVerdict.STUB),
+        ("transformer_engine.common.recipe.DelayedScaling", PickleVerdict.STUB),
+        ("signal.Signals", PickleVerdict.STUB),
+        ("pathlib.PosixPath", PickleVerdict.STUB),
+        ("types.SimpleNamespace", PickleVerdict.STUB),
+        ("numpy.dtypes.UInt32DType", PickleVerdict.STUB),
+        ("datetime.datetime", PickleVerdict.STUB),
+        ("mine.Config", PickleVerdict.UNKNOWN),
+        ("megatronx.Config", PickleVerdict.UNKNOWN),
+        ("torch.distributed.device_mesh.DeviceMesh", PickleVerdict.UNKNOWN),
+        ("signal.signal", PickleVerdict.HARMFUL),
+        ("types.FunctionType", PickleVerdict.HARMFUL),
+        ("_io.FileIO", PickleVerdict.HARMFUL),
+        ("io.open", PickleVerdict.HARMFUL),
+        ("_codecs.lookup", PickleVerdict.HARMFUL),
+        ("torch.hub.load", PickleVerdict.HARMFUL),
+        ("torch.storage._load_from_bytes", PickleVerdict.HARMFUL),
+        ("torch.utils.cpp_extension.load", PickleVerdict.HARMFUL),
+        ("numpy.testing._private.utils.runstring", PickleVerdict.HARMFUL),
+        ("numpy.core.multiarray.fromfile", PickleVerdict.HARMFUL),
+        ("megatron.core.utils.__builtins__.eval", PickleVerdict.HARMFUL),
+        ("deepspeed.launcher.runner.subprocess.Popen", PickleVerdict.HARMFUL),
+        ("system", PickleVerdict.HARMFUL),
+        ("mine.\nX", PickleVerdict.HARMFUL),
     ],
 )
-def test_judgements(name: str, verdict: Verdict) -> None:
+def test_judgements(name: str, verdict: PickleVerdict) -> None:
     assert judge(name) is verdict
-    if verdict is Verdict.HARMFUL:
+    if verdict is PickleVerdict.HARMFUL:
         assert judge(name, [name]) is verdict
-    if verdict is Verdict.UNKNOWN:
-        assert judge(name, [name]) is Verdict.STUB
+    if verdict is PickleVerdict.UNKNOWN:
+        assert judge(name, [name]) is PickleVerdict.STUB
