@@ -203,13 +203,14 @@ def distinct(values: Mapping[str, Alike]) -> list[tuple[Alike, list[str]]]:
 
 
 def _looks(value: object) -> object:
-    """What values that are the same have in common; of all that is no number, text or nest of such its type alone."""
+    """What values that are the same have in common: all of numbers, texts, small tensors and nests of such; of others the type alone."""
     if isinstance(value, Mapping):
         return frozenset((key, _looks(one)) for key, one in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_looks, value))
     plain = value if isinstance(value, str | bytes | int) else repr(value) if isinstance(value, float) else None
-    return type(value), plain
+    held = getattr(value, "data", None)  # of a tensor that is held in memory
+    return type(value), held if isinstance(held, bytes) else plain
 
 
 Values = Mapping[str, Any]

@@ -459,7 +459,7 @@ def _broken(folder: ReadablePath, names: Sequence[str]) -> tuple[dict[str, str],
     """What is wrong with files, by name; and of which another one lies in the place, which a loader takes as it is."""
     sound, there = list[StoredFile](), {*names}
     broken = {name: wrong for name in names[:_LOOKED_INTO] if (wrong := wrong_with(folder, name, sound))}
-    return broken, [f"{file.path}: {said}" for file in sound if (said := misplaced(file, there))]
+    return broken, [f"{file.path}: {said}" for file in sound if (said := misplaced(file, there, of_rank=True))]
 
 
 def held_by(folder: ReadablePath) -> Held:

@@ -29,6 +29,8 @@ DESCRIBED = ".hf_metadata"
 Source: nemo_automodel 0.4.0, ``components/checkpoint/addons.py`` (``ConsolidatedHFAddon``).
 """
 PIECES_INDEX = f"{DESCRIBED}/fqn_to_file_index_mapping.json"
+_TIED = "lm_head.weight"
+"""What the index of a tied model may list, and no state dict has: ``components/checkpoint/{checkpointing,stateful_wrappers}.py``."""
 _OF_RANK = re.compile(r"shard-\d{5,}-.*\.safetensors")
 _WINDOW = 16 << 20
 _AGAIN = "Copy all files again from one step."
@@ -144,7 +146,7 @@ def _require_listed(folder: ReadablePath, tensors: Collection[str]) -> None:
         raise Corrupt(
             f"{path}: is no JSON object: {listed!r:.200}\nCopy the file again; or move it away: only who puts the pieces together needs it."
         )
-    if gone := sorted(name for name in listed if name not in tensors):
+    if gone := sorted(name for name in listed if name not in tensors and not name.endswith(_TIED)):
         raise Incomplete(
             f"{folder}: {PIECES_INDEX} lists {gone[0]}, of which no file has a piece ({len(gone)} such)\n{_AGAIN}"
         )

@@ -302,9 +302,9 @@ def remove_unrenamed(folder: Path, name: str = "*") -> list[Path]:
         Those that were removed: for a minute another one may be at work.
     """
     gone = []
-    for path in folder.glob(f".{name}.tmp-*"):
-        with suppress(OSError):
-            if age_s(path) > _MOMENT_S and remove(path):
+    with suppress(OSError):  # what is there already is whole
+        for path in folder.glob(f".{name}.tmp-{'[0-9a-f]' * 16}"):
+            if path.is_file() and age_s(path) > _MOMENT_S and remove(path):
                 gone.append(path)
     return gone
 

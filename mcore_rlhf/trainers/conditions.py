@@ -110,7 +110,7 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
         for name in seen.matching(pattern):
             keys = _inside(seen.keys(name), inside)
             if (known := lacking(keys, _inside(seen.on(name), inside))) is not None:
-                for state in sorted(known.fails):
+                if state := min(known.fails, default=None):
                     return {"file": name, "key": state, "count": f"{known.fails[state]} of {known.count}"}
                 continue
             _, states = _numbered(keys)
@@ -122,7 +122,7 @@ def uneven(pattern: str, inside: str = "") -> Callable[[Seen], object]:
                 for key, many in counts.items()
                 if (len(states) <= 2 * many or key == "exp_avg") and many < len(states)
             }
-            for key in sorted(short):
+            if key := min(short, default=None):
                 return {"file": name, "key": key, "count": f"{len(states) - short[key]} of {len(states)}"}
         return None
 

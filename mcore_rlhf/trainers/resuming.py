@@ -308,16 +308,17 @@ class Loader:
 
     def prospects(self, seen: Seen) -> Iterator[Prospect]:
         """What becomes of each thing of which it has rows, in the order of :class:`Thing`: nothing goes on where the weights do not."""
-        stops = False
+        refusing = ""
         for thing in Thing:
             said = ((row, row.said(seen)) for row in self.rows if thing in row.things)
             found = next(((row, why) for row, why in said if why is not None), None)
             if found is None:
                 continue
             row, why = found
-            stops = stops or (thing is Thing.WEIGHTS and row.outcome is Outcome.REFUSED)
-            if stops and row.outcome is Outcome.RESTORED:
-                row, why = replace(row, outcome=Outcome.IGNORED), _STOPPED
+            if thing is Thing.WEIGHTS and row.outcome is Outcome.REFUSED:
+                refusing = row.source
+            elif refusing and row.outcome is Outcome.RESTORED:
+                row, why = replace(row, outcome=Outcome.IGNORED, source=refusing), _STOPPED
             yield Prospect(thing, why, row)
 
 

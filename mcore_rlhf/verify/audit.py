@@ -87,10 +87,17 @@ def read_checksums(files: Iterable[StoredFile]) -> None:
     problems.raise_if_any()
 
 
-def misplaced(file: StoredFile, beside: Collection[str]) -> str:
-    """What is said of a file that was written under the name of another one that is there; empty where it was not, or does not say."""
+def misplaced(file: StoredFile, beside: Collection[str], *, of_rank: bool = False) -> str:
+    """What is said of a file that was written under the name of another one that is there; empty where it was not, or does not say.
+
+    Args:
+        file: It.
+        beside: The files that are there.
+        of_rank: Whether another rank's alone is meant: under another name it may be a copy that somebody put aside.
+    """
     name = _other_name(file)
-    return f"was written as {name}, and lies in the place of another file" if name in beside else ""
+    is_meant = name in beside and not (of_rank and _DIGITS.sub("", name) != _DIGITS.sub("", file.path))
+    return f"was written as {name}, and lies in the place of another file" if is_meant else ""
 
 
 def _other_name(file: StoredFile) -> str:
@@ -99,6 +106,7 @@ def _other_name(file: StoredFile) -> str:
     return str(place.parent / f"{file.stem}{place.suffix}") if file.stem not in ("", place.stem) else ""
 
 
+_DIGITS = re.compile(r"\d+")
 _TENSOR = re.compile(r"data/\d+|.*\[[\d,]*\]")
 _FEWEST = 3
 """Tensors by which a file is told from padding and new states, which those of several ranks of a small model may be alike in."""
@@ -109,7 +117,7 @@ def _is_copy(one: StoredFile, other: StoredFile) -> bool:
     if one.rank == other.rank:
         return False
     told = {crc for key, _, nbytes, crc in one.records if _TENSOR.fullmatch(key) and crc != crc32_of_zeros(nbytes)}
-    names = [[re.sub(r"\d+", "", key) for key, *_ in file.records] for file in (one, other)]
+    names = [[_DIGITS.sub("", key) for key, *_ in file.records] for file in (one, other)]
     alike = sum(a == b for a, b in zip(*names, strict=True))
     return len(told) >= _FEWEST and 2 * alike >= len(names[0])
 

@@ -216,6 +216,8 @@ def _all_wrong(rng: random.Random, folder: Path, most: int) -> list[str]:
     found: list[str | None] = []
     while sum(one is not None for one in found) < most and len(found) < 6 * most:
         found.append(_tried(rng.choice(sorted(SOURCES)), rng.choice(TARGETS), rng.randrange(1 << 32), folder))
+    judged = sum(one is not None for one in found)
+    assert judged >= most // 2, f"{judged} of {len(found)} edits came to anything"
     return [one for one in found if one]
 
 

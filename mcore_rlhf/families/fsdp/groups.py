@@ -44,7 +44,7 @@ class Collected:
         return [self.fields[number] for number in sorted(self.fields)]
 
     def groups(
-        self, folder: ReadablePath, order: Sequence[str], notes: Report, stepped: Collection[str] = ()
+        self, folder: ReadablePath, order: Sequence[str], notes: Report, stepped: Mapping[str, Collection[str]]
     ) -> tuple[ParamGroup, ...]:
         """The groups.
 
@@ -52,20 +52,29 @@ class Collected:
             folder: For messages.
             order: The parameters in the model's order.
             notes: Told what was derived.
-            stepped: Those of which there are states.
+            stepped: Those of which there are states, with these.
 
         Raises:
             Unsupported: A group does not say what is in it.
             Unportable: What is kept of a parameter is neither a state of its shape nor a number.
-            Incomplete: One that has states does not say at which step, and others of its group do.
+            Incomplete: One does not say at which step its states are, and others of its group with the same states do.
         """
         groups = self._dealt(folder, order, notes) if self.own else self._listed(folder, notes)
         for number, group in enumerate(groups):
-            counted = next((name for name in group.params if STEP in self.scalars.get(name, {})), None)
-            astray = [name for name in group.params if name in stepped and STEP not in self.scalars.get(name, {})]
-            if counted is not None and astray:
+            counted = {
+                frozenset(stepped[name]) - {STEP}: name
+                for name in group.params
+                if name in stepped and STEP in self.scalars.get(name, {})
+            }  # of a Muon with Adam beside it, those of one kind have no step
+            astray = [
+                (name, counted[kind])
+                for name in group.params
+                if name in stepped and STEP not in self.scalars.get(name, {})
+                and (kind := frozenset(stepped[name]) - {STEP}) in counted
+            ]  # fmt: skip
+            if astray:
                 raise Incomplete(
-                    f"{folder}: param group {number}: {astray[0]} has states and no {STEP!r}, which {counted} has\n"
+                    f"{folder}: param group {number}: {astray[0][0]} has states and no {STEP!r}, which {astray[0][1]} has\n"
                     "The file is damaged or was edited: copy it again."
                 )
         return groups

@@ -18,6 +18,7 @@ from mcore_rlhf.models.spec import ModelSpec
 DISTRIBUTED, PLAIN, LAYER_WISE = "distributed", "plain", "layer_wise"
 """Kinds of optimizer: one that is cut over data-parallel ranks, one that every rank has whole, one of which each has whole parameters."""
 
+_NULL = "NullTokenizer"
 _LAYER_WISE, BY_LAYOUT = "use_layer_wise_distributed_optimizer", "use_layer_wise_param_layout"
 
 
@@ -92,16 +93,18 @@ class Arguments:
 
     @property
     def vocab_size(self) -> int | None:
-        """True number of words, extra ids included; None where the run did not store it.
+        """True number of words, extra ids included; None where the run did not store it, or it is that of no tokenizer.
 
-        ``NullTokenizer`` adds an end-of-document word to what ``--vocab-size`` says.
-        Source: Megatron-LM core_v0.16.1, ``megatron/training/tokenizer/tokenizer.py``.
+        ``NullTokenizer`` took ``--vocab-size`` and added an end-of-document word; today that is the last of them. Others do not ask for it.
+        Sources: megatron-core 0.16.1 and 0.19.2, ``tokenizers/text/libraries/null_tokenizer.py``.
         """
-        size = self.optional("vocab_size")
+        size, rows = self.optional("vocab_size"), self.optional("padded_vocab_size")
         if size is None:
             return None
-        extra = 1 if self.values.get("tokenizer_type") == "NullTokenizer" else 0
-        return size + extra + self.integer("vocab_extra_ids")
+        size += self.integer("vocab_extra_ids")
+        if self.values.get("tokenizer_type") == _NULL:
+            return size + 1 if rows is None or size < rows else size
+        return size if rows is None or size <= rows else None
 
     @property
     def has_matrix_optimizer(self) -> bool:

@@ -43,8 +43,9 @@ from mcore_rlhf.storage.torchzip import Directory
 from .state import SAMPLES
 
 _STEP, _FLOPS = "step", "floating_point_operations_so_far"
-_DOES = ("do_train", "do_valid", "do_test")  # of the run that goes on, which says so itself
 """What Megatron-LM has as arguments of the same names."""
+_DOES = ("do_train", "do_valid", "do_test")
+"""What the run that goes on says itself."""
 _MAX, _MOST = 16 << 20, float(1 << 100)
 _SAVED = ("save_optim", "save_rng")
 """Of its ``CheckpointConfig``; Megatron-LM's arguments say the opposite, with ``no_`` before it."""

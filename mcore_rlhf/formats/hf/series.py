@@ -20,8 +20,11 @@ from mcore_rlhf.storage.stored import StoredTensor
 
 from .files import BIN, MODEL_STEM, file_name, index_name, shard_count
 
-_OF_AN_INDEX: Known = {"weight_map": None, "metadata": {"total_size": None, "total_parameters": None, "format": None}}
-"""What an index has, all of which follows from the files. Source: transformers 5.23.0, ``modeling_utils.py`` (``save_pretrained``)."""
+_OF_AN_INDEX: Known = {
+    "weight_map": None, "metadata": dict.fromkeys(("total_size", "total_parameters", "format", "mergekit_version")),
+}  # fmt: skip
+"""What an index has, all of which follows from the files, or says who wrote it. Sources: transformers 5.23.0, ``modeling_utils.py``
+(``save_pretrained``); mergekit, ``io/tensor_writer.py``."""
 _AGAIN = "Download or copy the folder again; every file that the index names must be in it."
 
 

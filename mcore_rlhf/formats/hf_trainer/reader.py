@@ -56,13 +56,13 @@ def read_run(
         CheckpointError: It is damaged, contradicts itself, or nobody knows whose states the optimizer has.
     """
     own = not weights.weights_only  # has the optimizer in files of its own
-    source = _with_head(weights.read(path, options if own else replace(options, optimizer=False)), options.stubs)
+    source = _with_head(weights.read(path, options if own else replace(options, optimizer=False)), options)
     if not (own or several or not options.optimizer):
         _refuse_second(path / files.of_model(1).optimizer)
     return _RunReader(path, options, files, source, own, several).source()
 
 
-def _with_head(weights: Source, stubs: tuple[str, ...]) -> Source:
+def _with_head(weights: Source, options: ReadOptions) -> Source:
     """Weights with the value head that lies in a file of its own beside them.
 
     Source: LLaMA-Factory 0.9.5, ``train/callbacks.py`` (``fix_valuehead_checkpoint``: reward models and PPO, whole or with an adapter).
@@ -70,8 +70,10 @@ def _with_head(weights: Source, stubs: tuple[str, ...]) -> Source:
     file = next((name for name in HEAD_FILES if (weights.root / name).is_file()), "")
     if not file or any(weights.model.get(name) is not None for name in OF_WRAPPER):
         return weights
-    found = open_tensors(weights.root, file, stubs)
+    found = open_tensors(weights.root, file, options.stubs)
     if strange := sorted({*found.tensors} - {*OF_WRAPPER}):
+        if not options.optimizer:  # which may train it: without, it is a file beside
+            return weights
         raise Unsupported(f"{weights.root / file}: has {shown(strange[0])}, expected {' and '.join(OF_WRAPPER)} alone")
     catalog, specs = Chunks(), [*weights.model.params]
     for entry in weights.catalog:

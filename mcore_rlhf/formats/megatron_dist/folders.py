@@ -40,6 +40,7 @@ from mcore_rlhf.storage.dcp import METADATA_FILE
 from mcore_rlhf.storage.links import enclose
 from mcore_rlhf.storage.paths import ReadablePath, absolute, beneath
 from mcore_rlhf.storage.record_file import StoredFile
+from mcore_rlhf.storage.stored import NAMESPACES
 
 if TYPE_CHECKING:
     from mcore_rlhf.storage.dcp.folder import DcpFolder, DcpObject, DcpTensor
@@ -444,7 +445,11 @@ def _apart(taken: object, other: object, where: str) -> tuple[str, ...]:
     if not isinstance(taken, Mapping) or not isinstance(other, Mapping):
         return ()
     both = sorted(str(key) for key in taken.keys() & other.keys() - {_OF_PART})
-    return tuple(f"{key} in {where}" for key in both if not same(taken[key], other[key]))
+    return tuple(f"{key} in {where}" for key in both if not same(_values(taken[key]), _values(other[key])))
+
+
+def _values(value: object) -> object:
+    return vars(value) if isinstance(value, NAMESPACES) else value  # in which a NaN is itself
 
 
 def unwrapped(item: DcpObject) -> object:

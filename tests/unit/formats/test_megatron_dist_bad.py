@@ -134,7 +134,18 @@ def test_the_arguments_of_a_run_of_other_degrees(tmp_path: Path) -> None:
 def test_more_words_than_the_embedding_has_rows(tmp_path: Path) -> None:
     root = copied("plain_tp2", tmp_path)
     edit_args(root, vocab_size=64)
-    refused(root, LayoutMismatch, "found 32 in the files, too few for the 65 words")
+    refused(root, LayoutMismatch, "found 32 in the files, too few for the 64 words")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said", "words"),
+    [("NullTokenizer", 31, 32), ("NullTokenizer", 32, 32), ("HuggingFaceTokenizer", 30, 30), ("HuggingFaceTokenizer", 64, None)],
+    ids=["with another word, as in 0.16", "with the last word, as in 0.19", "as the tokenizer has them", "not of the tokenizer"],
+)  # fmt: skip
+def test_how_many_words_there_are(tmp_path: Path, tokenizer: str, said: int, words: int | None) -> None:
+    root = copied("plain_tp2", tmp_path)
+    edit_args(root, tokenizer_type=tokenizer, vocab_size=said)
+    assert open_checkpoint(root, ReadOptions()).model.vocab_size == words
 
 
 def test_two_kinds_of_sharding(tmp_path: Path) -> None:
