@@ -225,14 +225,17 @@ _Wanted = tuple[TensorName, int, int]
 def _parts_of_other_types(
     told: Collection[TensorName], wanted: Sequence[_Wanted], there: Tensors, types: Sequence[DType]
 ) -> Iterator[tuple[TensorName, tuple[DType, DType]]]:
-    """Tensors that have the target's type as a whole, and of which parts are stored in another one."""
+    """Tensors that have the target's type as a whole, and of which some parts are stored in another one.
+
+    Where all are, whoever made the table says so: of remainders that are integers and stored as floats.
+    """
     for name, number, have in wanted:
         if name in told:
             continue
         records = {there.rows.records[there.rows.record[row]] for row in there.span(have)}
-        stored = next((one.dtype for one in records if one.dtype != types[number] and not one.computed), None)
-        if stored is not None:
-            yield name, (stored, types[number])
+        stored = {one.dtype.name: one.dtype for one in records if not one.computed}
+        if len(stored) > 1 and (others := sorted(stored.keys() - {types[number].name})):
+            yield name, (stored[others[0]], types[number])
 
 
 def _is_computed(tensors: Tensors, number: int) -> bool:

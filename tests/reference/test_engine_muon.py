@@ -227,7 +227,7 @@ def test_in_flat_buckets_remainders_stay_what_megatron_keeps(
     """Where it asks for 16 bits, masters in fp32 would all become 0, without a word."""
     root, write = lab.new_root(), WriteOptions(optimizer_sharding="dp_reshardable")
     done = convert(actor(saved[0]), root, ConvertOptions("megatron-dist", write=write, fsync=False))
-    assert done.lossless
+    assert done.lossless, done.account.lost
     assert "for runs with --use-precision-aware-optimizer" in done.target.needs
     assert verify(root, ReadOptions(), Depth.DEEP).intact
     for rank, again in zip(saved[1], run(lab, muon_jobs.go_on_with_megatron, TWO, root, kind), strict=True):
