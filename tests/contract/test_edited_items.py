@@ -178,7 +178,12 @@ def _wrong(job: StepJob, edit: Edit, target: Path) -> str:
             return f"the lines say {one.report.lost}, and the account {one.account.lost}"
     if there and [text for text in named if UNLIKE not in text]:
         return f"in {there}, and {named}"
-    whole = f"value {edit.key.partition('.')[0]} ", str(OPAQUE)  # of which it is a part
+    role = next((one.strip("_") for one in edit.file.split("/") if one in ("_critic", "critic")), "-")
+    whole = (
+        *(f"value {key} " for key in edit.key.split(".")),
+        str(OPAQUE),
+        f"part the model of the role {role} ",
+    )  # of which it is a part
     if not there and not any(MARK in text or name in text or text.startswith(whole) for text in told):
         return "is in no file of the target, and nothing is said of it"
     return ""

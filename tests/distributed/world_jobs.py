@@ -127,7 +127,9 @@ def come_again(folder: Path, victim: str, limit: int) -> list[tuple[str, str]]:
         for step, identity in enumerate(("first", "second", "third", "fourth", "fifth"), 1):
             live.reset(step)
             fails = step in (2, 3) and f"{name} {dist.get_rank()}" == victim
-            with failing_writes(errno.EIO, folder / "root", 1 if fails else 10**9):  # before a thread may have written all
+            with failing_writes(
+                errno.EIO, folder / "root", 1 if fails else 10**9
+            ):  # before a thread may have written all
                 told.append(outcome(lambda: saving.save(step, transaction=identity)))  # noqa: B023
                 saving._saver._background.ended_within(60)
         assert saving.maybe_save(6) is None

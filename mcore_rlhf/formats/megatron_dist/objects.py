@@ -208,8 +208,10 @@ class Objects:
 
     @property
     def left_behind(self) -> DistState:
-        """The same where ranks are others: nothing where all go along."""
-        return replace(self.own, others={}) if self.run.same_world else self.own
+        """The same where ranks are others, or a trainer has no folder for what is of ranks: nothing where all go along."""
+        parts = self.run.options.run_of.parts
+        no_place = parts is not None and parts.adapted and not parts.together
+        return replace(self.own, others={}) if self.run.same_world and not no_place else self.own
 
     def items(self) -> Iterator[ObjectItem]:
         """All objects."""

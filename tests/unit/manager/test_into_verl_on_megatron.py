@@ -192,7 +192,9 @@ def test_will_resume_names_a_schedule_that_counts_what_the_loader_does_not() -> 
             held = Held(scheduler=True, optimizer=True, counted=at, args=args)
             seen = replace(nothing, held=held, files=files, settings=settings)
             loader = loader_named(name)[0]
-            of_schedules = tuple(row for row in loader.rows if Thing.SCHEDULER in row.things)  # there are no weights here
+            of_schedules = tuple(
+                row for row in loader.rows if Thing.SCHEDULER in row.things
+            )  # there are no weights here
             said = next(iter(replace(loader, rows=of_schedules).prospects(seen)))
             assert said.row.outcome is outcome, (name, at, said.why)
 
