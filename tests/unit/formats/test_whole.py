@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -309,22 +310,52 @@ def test_random_states_of_ranks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ({"ranks": [7]}, "ranks/0: expected an object, found 7"),
         ({"parallel": {"tp": -4}}, "what is said of its degrees: parallel degrees must be at least 1: tp"),
-        ({"parallel": {"tp": "2"}}, "what is said of its degrees: "),
-        ({"parallel": {"x": 2}}, "what is said of its degrees: "),
+        ({"parallel": {"tp": "2"}}, "what is said of its degrees: tp is '2'"),
+        ({"parallel": {"dp": 2.0}}, "what is said of its degrees: dp is 2.0"),
+        ({"parallel": {"dp": True}}, "what is said of its degrees: dp is True"),
+        ({"parallel": {"pp": None}}, "what is said of its degrees: pp is None"),
+        ({"parallel": {"pipeline_layout": ["E"]}}, "what is said of its degrees: pipeline_layout is ['E']"),
         ({"parallel": {"dp": 1 << 60}}, "what is said of its degrees: degrees of 1152921504606846976 ranks"),
     ],
 )
 def test_ranks_that_no_run_has_are_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Any, words: str
 ) -> None:
+    with pytest.raises(Corrupt) as refused:
+        _opened_saying(monkeypatch, tmp_path, said)
+    assert words in str(refused.value)
+
+
+def test_degrees_are_as_a_run_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A degree of a newer release is none that is damaged."""
+    said = {"parallel": {"dp": 2, "pipeline_layout": None}}
+    assert _opened_saying(monkeypatch, tmp_path, said).parallel.dp == 2
+    with pytest.raises(Unsupported, match="degrees: 'hsdp' is not known; a newer release may have written it"):
+        _opened_saying(monkeypatch, tmp_path / "newer", {"parallel": {"dp": 2, "hsdp": 2}})
+
+
+def _opened_saying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Any) -> Source:
+    """A folder of which what lies beside says something else."""
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
     convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
     (tmp_path / "dealt" / MANIFEST_NAME).unlink()
     state = tmp_path / "dealt" / STATE
     state.write_text(json.dumps({**json.loads(state.read_text()), **said}))
-    with pytest.raises(Corrupt) as refused:
-        registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
-    assert words in str(refused.value)
+    return registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "alike"),
+    [
+        (2**53, 2**53 + 1, False), (float(2**53), 2**53 + 1, False), (10**400, 1.0, False), (10**400, 10**400, True), (2, 2.0, True),
+        (True, 1, False), (math.nan, math.nan, True), ([2**53, (1,)], (2**53, [1.0]), True), ({"a": 10**400}, {"a": math.inf}, False),
+    ],
+)  # fmt: skip
+def test_what_stands_twice_is_compared_exactly(there: Any, here: Any, alike: bool) -> None:
+    """Numbers went through a float: two of them were one, and a long one was an OverflowError."""
+    own, kept = (Sidecar(state=TrainingState(7, other={"seen": value})) for value in (there, here))
+    missing, made, other = differences(own, kept)
+    assert (missing, made, not other) == ([], [], alike)
 
 
 def test_a_run_told_whole_is_read_whole() -> None:
