@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -271,12 +272,38 @@ def test_what_a_formats_own_files_make_up_is_said(monkeypatch: pytest.MonkeyPatc
 def test_degrees_are_gone_by_or_refused(dealt: Path, tmp_path: Path) -> None:
     """``--tp 2`` and ``--pp 2`` were taken, and the files were those of one rank."""
     for axis in ("tp", "pp"):
-        with pytest.raises(Unsupported, match=f"--{axis} 2: format dealt lays the same files whatever it is\n"):
+        with pytest.raises(
+            Unsupported, match=f"--{axis} 2: format dealt lays the same files with --{axis} 1, for this"
+        ):
             convert(dealt, tmp_path / axis, ConvertOptions(to="dealt", write=WriteOptions(**{axis: 2})))
         assert not (tmp_path / axis).exists()
     convert(dealt, tmp_path / "two", ConvertOptions(to="dealt", fsync=False, write=WriteOptions(dp=2, tp=1, pp=1)))
     assert {path.name for path in (tmp_path / "two").glob("*.bin")} == {"rank0.bin", "rank1.bin"}
     assert registry.open_checkpoint(tmp_path / "two", ReadOptions()).parallel.dp == 2
+
+
+def test_who_cannot_lay_other_degrees_goes_by_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what the user asked for is tried, each once, up to the first tensor that lies elsewhere; what fails there refuses nothing."""
+    form, asked, given = DealtFormat(), list[tuple[int | None, ...]](), Counter[tuple[int | None, ...]]()
+    own = form.laid
+
+    def laid(tensors: Tensors, source: Source, options: WriteOptions) -> Iterator[TensorEntry]:
+        at = (options.tp, options.pp, options.dp)
+        asked.append((*at, source.parallel.tp, source.parallel.pp, source.parallel.dp))
+        if options.pp == 1:
+            raise LayoutMismatch("not with one stage") if options.dp == 2 else KeyError("stage")
+        for entry in own(tensors, source, options):
+            given[at] += 1
+            yield entry
+
+    monkeypatch.setattr(form, "laid", laid)
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
+    for dp in (2, 4):
+        asked.clear()
+        convert(GOLDEN, tmp_path / f"dp{dp}", ConvertOptions(to="dealt", fsync=False, write=WriteOptions(pp=2, dp=dp)))
+        assert asked == [(None, 2, dp, 1, 2, dp), (None, 1, dp, 1, 1, dp), (None, 2, 1, 1, 2, 1)]
+        assert given[None, 2, dp] > given[None, 2, 1] >= 1
+        given.clear()
 
 
 def test_random_states_of_ranks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
