@@ -203,13 +203,12 @@ class WholeFormat(Format):
     ) -> None:
         """A degree that is asked for is gone by: where the files are those of degree 1, nobody would find it in them."""
         etp = 1 if source.parallel.etp == source.parallel.tp else source.parallel.etp
-        for axis, single in (
-            ("tp", {"tp": 1, "etp": etp}),
-            ("pp", {"pp": 1, "vpp": 1, "pipeline_layout": None}),
-            ("dp", {"dp": 1}),
+        for axis, degree, single, degrees in (
+            ("tp", options.tp, replace(options, tp=1), {"tp": 1, "etp": etp}),
+            ("pp", options.pp, replace(options, pp=1), {"pp": 1, "vpp": 1, "pipeline_layout": None}),
+            ("dp", options.dp, replace(options, dp=1), {"dp": 1}),
         ):
-            degree = getattr(options, axis)
-            if degree not in (None, 1) and self._lays(entries, tensors, source, replace(options, **{axis: 1}), single):
+            if degree not in (None, 1) and self._lays(entries, tensors, source, single, degrees):
                 raise Unsupported(
                     f"--{axis} {degree}: format {self.name} lays the same files with --{axis} 1, for this model\n"
                     "Leave it out. Where larger models are laid the same, too, laid has to go by it, or takes has to be without it."
