@@ -207,10 +207,9 @@ def _require_disjoint(what: str, boxes: Sequence[Box], cut: Sequence[int]) -> No
 
     Only those are compared that can meet in the dimension that is cut most often.
     """
-    most = max(
-        cut, key=lambda dim: len({box.offset[dim] for box in boxes}), default=0
-    )  # of a single part nothing is cut
-    ordered = sorted(boxes, key=lambda box: box.offset[most:])
+    begins = {dim: len({box.offset[dim] for box in boxes}) for dim in cut}
+    most = max(begins, key=begins.__getitem__, default=0)  # in a single part nothing is cut
+    ordered = sorted(boxes, key=lambda box: box.offset[most])
     for number, box in enumerate(ordered):
         for further in range(number + 1, len(ordered)):
             other = ordered[further]
