@@ -64,14 +64,12 @@ def _made(row: KnownFormat) -> Format:
 
 
 _WEIGHTS = (HF, PEFT, APART, HuggingFaceFormat(alone=FSDP_WHOLE))
-_GIVEN: Mapping[str, Format] = {
-    form.name: form
-    for form in (
-        MegatronDistFormat(HF, MEGATRON),
-        HfRunFormat(TRANSFORMERS, _WEIGHTS),
-        HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat),
-    )
-}
+_OF_OTHERS: tuple[Format, ...] = (
+    MegatronDistFormat(HF, MEGATRON),
+    HfRunFormat(TRANSFORMERS, _WEIGHTS),
+    HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat),
+)
+_GIVEN: Mapping[str, Format] = {form.name: form for form in _OF_OTHERS}
 FORMATS: tuple[Format, ...] = tuple(map(_made, KNOWN))
 """In the order in which a folder is looked at."""
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
