@@ -19,6 +19,7 @@ from mcore_rlhf.errors import UsageError
 from mcore_rlhf.families import option_types
 from mcore_rlhf.families.option_types import GROUPS, STORES
 from mcore_rlhf.families.options import ReadOptions, StoreOptions, of_command, placed, read_values
+from mcore_rlhf.formats.known import KNOWN, for_people
 from mcore_rlhf.storage.beneath import make_folder
 from mcore_rlhf.storage.paths import storage_error
 from mcore_rlhf.storage.publish import replace_text
@@ -143,7 +144,7 @@ class HeadedOption(click.Option):
     Args:
         names: Its names, as click takes them: ``--tp``; with its field, where that has another one: ``folder``, ``--dir``.
         group: The heading.
-        more: See :class:`click.HeadedOption`.
+        more: See :class:`click.Option`.
     """
 
     def __init__(self, *names: str, group: str = _OTHERS, **more: Any) -> None:
@@ -214,9 +215,8 @@ def write_examples(command: str, formatter: click.HelpFormatter) -> None:
         with formatter.section("Examples"):
             formatter.write("".join(f"{'':{formatter.current_indent}}{line}\n" for line in EXAMPLES[command]))
     if command in _OF_CHECKPOINTS:
-        from mcore_rlhf.formats.registry import named  # and with it all formats, which nothing but this needs here
-
-        listed = ", ".join(f"{one.name} ({one.also})" if one.also else one.name for one in named())
+        known = sorted(KNOWN, key=lambda one: for_people(one.name, one.family))
+        listed = ", ".join(f"{one.name} ({one.also})" if one.also else one.name for one in known)
         formatter.write_paragraph()
         said = f"Formats: {listed}; they are detected."
         formatter.write(fill(said, formatter.width, break_on_hyphens=False) + "\n")

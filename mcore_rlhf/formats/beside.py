@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 from mcore_rlhf.core.account import Report, named
 from mcore_rlhf.core.facts import Fate, Inventory, Item, Kind, Reason, Rule
-from mcore_rlhf.errors import Corrupt, LayoutMismatch, UsageError
+from mcore_rlhf.errors import Corrupt, LayoutMismatch, Unsupported, UsageError, shown
 from mcore_rlhf.families.inventory import OF_OPTIMIZER, UNUSED, WAITING, inventory_of, random_states, state_items
 from mcore_rlhf.families.megatron.folders import file_ranks
 from mcore_rlhf.families.megatron.new_layout import same_coordinates
@@ -112,6 +112,13 @@ def _of_shards(family: MegatronState, parallel: ParallelConfig) -> tuple[RankSta
     return tuple({key: one.materialize(one.top[key]) for key in one.top if key in OF_RANKS} for one in shards.values())
 
 
+_DEGREES = {
+    place.name: (type(None), str) if place.default is None else (type(place.default),)
+    for place in fields(ParallelConfig)
+}
+"""What types of values each of them has."""
+
+
 def of_ranks_in(beside: Sidecar, family: Family, where: str) -> tuple[ParallelConfig, Family]:
     """The degrees of a run, and what is of its single ranks.
 
@@ -122,11 +129,18 @@ def of_ranks_in(beside: Sidecar, family: Family, where: str) -> tuple[ParallelCo
 
     Raises:
         Corrupt: They are of no run, or not of all ranks.
+        Unsupported: One of them is not known.
     """
+    said = f"{where}: what is said of its degrees: "
+    if unknown := sorted(beside.parallel.keys() - _DEGREES.keys()):
+        raise Unsupported(f"{said}{', '.join(map(shown, unknown))} is not known; a newer release may have written it")
+    wrong = [name for name, value in beside.parallel.items() if type(value) not in _DEGREES[name]]  # True is no 1
     try:
+        if wrong:
+            raise LayoutMismatch(", ".join(f"{name} is {shown(beside.parallel[name])}" for name in wrong))
         parallel = ParallelConfig(**beside.parallel)  # type: ignore[arg-type]
-    except (TypeError, LayoutMismatch) as error:
-        raise Corrupt(f"{where}: what is said of its degrees: {error}\nCopy it again, or convert again.") from None
+    except LayoutMismatch as error:
+        raise Corrupt(f"{said}{error}\nCopy it again, or convert again.") from None
     if isinstance(family, MegatronState):
         if beside.ranks and len(beside.ranks) != (count := len(file_ranks(parallel))):
             raise Corrupt(
@@ -152,7 +166,8 @@ def whole_sidecar(source: Source, report: Report) -> tuple[dict[str, str | bytes
     texts, lost = beside.texts()
     report.through(_UNPLACED, inventory_of(source).keys() - held.keys())
     report.through(UNHELD, lost)
-    of_own = [item for item in held if item.kind is Kind.RNG and item not in dict(state_items(source.state))]
+    of_state = dict(state_items(source.state))
+    of_own = [item for item in held if item.kind is Kind.RNG and item not in of_state]
     report.through(_KEPT, [] if any(item.kind is Kind.RNG for item in report.said) else of_own)
     return texts, held
 

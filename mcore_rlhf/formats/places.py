@@ -10,6 +10,7 @@ from operator import index, itemgetter
 from typing import Any
 
 from mcore_rlhf.core.catalog import (
+    MASTER,
     PARAM,
     Box,
     Chunk,
@@ -22,14 +23,14 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.plan import check_tiles
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Untrusted, shown
+from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported, Untrusted, shown
 from mcore_rlhf.families.source import Source
 from mcore_rlhf.layouts.tensor import Shard, local_layout
 from mcore_rlhf.models.spec import REPLICATED
 from mcore_rlhf.storage.paths import ReadablePath
 
 _MOST_CUT = 8
-"""Dimensions in which tensors are cut at most; experts, rows and columns are three."""
+"""Dimensions in which tensors may be cut: a part has two corners in each. Experts, rows and columns are three."""
 Row = Sequence[Any]
 """``[parameter, state, shape, type, [[file, byte, first element, shape], …]]``, in JSON; of what lies whole ``[file, byte]`` is enough."""
 
@@ -126,6 +127,7 @@ def require_places(root: ReadablePath, entries: Sequence[TensorEntry], lengths: 
         Incomplete: A file ends before a tensor does; a part of a tensor is missing.
         Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type; two parts are of
             the same elements, or lie in the same bytes.
+        Unsupported: A tensor is cut in more ways than are followed.
         Untrusted: A tensor lies in a file that is not listed, or before its beginning.
     """
     names = set[TensorName]()
@@ -185,9 +187,10 @@ def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
         )
     cut = [dim for dim, n in enumerate(whole.shape) if any(box.shape[dim] != n for box in boxes)]
     if any(box.step for box in boxes):
+        _require_disjoint(what, boxes, cut)
         return
     if len(cut) > _MOST_CUT:
-        raise Corrupt(f"{what}is cut in {len(cut)} dimensions: its index is damaged")
+        raise Unsupported(f"{what}is cut in {len(cut)} dimensions; up to {_MOST_CUT} are followed")
     corners, ends = Counter[Shape](), list(product((0, 1), repeat=len(cut)))
     for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
         for end in ends:
@@ -199,20 +202,56 @@ def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
         )
 
 
-def _require_apart(root: ReadablePath, entries: Iterable[TensorEntry]) -> None:
-    """No byte is of two parts, but for parameters that are tied: they are the same bytes."""
-    spans = list[tuple[str, int, int, TensorName, Box]]()
+def _require_disjoint(what: str, boxes: Sequence[Box], cut: Sequence[int]) -> None:
+    """The same where parts have every so-many-th element: as many elements as the tensor's are in them, so that none may be in two.
+
+    Only those are compared that can meet in the dimension that is cut most often.
+    """
+    begins = {dim: len({box.offset[dim] for box in boxes}) for dim in cut}
+    most = max(begins, key=begins.__getitem__, default=0)  # in a single part nothing is cut
+    ordered = sorted(boxes, key=lambda box: box.offset[most])
+    for number, box in enumerate(ordered):
+        for further in range(number + 1, len(ordered)):
+            other = ordered[further]
+            if other.offset[most] >= box.stop[most]:
+                break
+            try:
+                both = box.intersect(other)
+            except ValueError as error:
+                raise Unsupported(f"{what}{error}") from None
+            if both is not None:
+                raise Corrupt(f"{what}{box} and {other} both have {both}: its index is damaged")
+
+
+def _is_one(name: TensorName, other: TensorName, weights: Mapping[str, object]) -> bool:
+    """Whether two tensors may be the same bytes; parameters are tied whose weights are."""
+    states = {name.state, other.state}
+    tied = name.param == other.param or weights.get(name.param, name) == weights.get(other.param)
+    return states == {PARAM} or (tied and (len(states) == 1 or states == {PARAM, MASTER}))
+
+
+def _require_apart(root: ReadablePath, entries: Sequence[TensorEntry]) -> None:
+    """No byte is of two parts, but where two tensors are one: a parameter and its fp32 master, and what is tied.
+
+    Those lie in the same bytes as the same part, and have the same type.
+    """
+    spans = list[tuple[str, int, int, TensorName, Box, DType]]()
+    weights = {
+        entry.name.param: [(c.record.file, c.record.byte_offset, c.start, c.box) for c in entry.chunks]
+        for entry in entries
+        if entry.name.state == PARAM
+    }
     for entry in entries:
         for chunk in entry.chunks:
             if chunk.box.numel and chunk.strides == row_major(chunk.box.shape):
-                start = chunk.record.byte_offset + chunk.start * entry.dtype.itemsize
-                spans.append(
-                    (chunk.record.file, start, start + chunk.box.numel * entry.dtype.itemsize, entry.name, chunk.box)
-                )
+                start, size = chunk.record.byte_offset + chunk.start * entry.dtype.itemsize, entry.dtype.itemsize
+                stop = start + chunk.box.numel * size
+                spans.append((chunk.record.file, start, stop, entry.name, chunk.box, entry.dtype))
     spans.sort(key=itemgetter(0, 1, 2))
-    for (file, start, stop, name, box), (beside, then, end, other, part) in pairwise(spans):
-        tied = name == other or {name.state, other.state} == {PARAM}
-        if file == beside and then < stop and not (tied and (start, stop, box) == (then, end, part)):
+    for (file, start, stop, name, box, dtype), (beside, then, end, other, part, kind) in pairwise(spans):
+        if file != beside or then >= stop:
+            continue
+        if (start, stop, box, dtype) != (then, end, part, kind) or not _is_one(name, other, weights):
             both = (
                 f"{shown(str(name))} and {shown(str(other))}"
                 if name != other

@@ -126,7 +126,7 @@ def _items(beside: Sidecar) -> dict[Item, object]:
     """Everything that is said; a field that says nothing is no item."""
     state, module, groups = beside.state, beside.module, beside.state.groups
     found = {**dict(state_items(state)), **module.inventory()}
-    again = state.other.get("iteration", state.iteration)
+    again = state.other.get("iteration", state.iteration)  # one item, in which the second would hide the first
     found[Item(Kind.VALUE, "iteration")] = state.iteration if again == state.iteration else (state.iteration, again)
     found |= {Item(Kind.RNG, f"rank {rank}"): dict(states) for rank, states in enumerate(beside.ranks)}
     further = {
@@ -146,9 +146,10 @@ def _items(beside: Sidecar) -> dict[Item, object]:
 
 
 def _agree(there: object, here: object) -> bool:
-    """Whether two values are the same for whom a list is a tuple, and 1 is 1.0."""
+    """Whether two values are the same for whom a list is a tuple, and 1 is 1.0; Python compares the two exactly, however long they are."""
     if isinstance(there, int | float) and isinstance(here, int | float):
-        return same(float(there), float(here)) and isinstance(there, bool) == isinstance(here, bool)
+        equal = there == here or (there != there and here != here)  # a NaN is itself
+        return equal and isinstance(there, bool) == isinstance(here, bool)
     if isinstance(there, list | tuple) and isinstance(here, list | tuple):
         return len(there) == len(here) and all(map(_agree, there, here))
     if isinstance(there, Mapping) and isinstance(here, Mapping):

@@ -1,4 +1,4 @@
-"""The formats that are known: a new one is a file or folder with its ``FORMAT`` in it, and one line in :data:`FORMATS`."""
+"""The formats themselves, made of the lines of :data:`~.known.KNOWN`; which of them a folder is, and what is in it."""
 
 from __future__ import annotations
 
@@ -45,34 +45,32 @@ from .dcp import APART
 from .hf import FORMAT as HF
 from .hf import HuggingFaceFormat
 from .hf_trainer import HfRunFormat
+from .known import KNOWN, KnownFormat, for_people
 from .megatron import FORMAT as MEGATRON
 from .megatron_dist import MegatronDistFormat
 from .peft import FORMAT as PEFT
 from .torch_file import FORMAT as TORCH
 
 
-def _of(folder: str) -> Format:
-    """What a file or folder beside this one calls ``FORMAT``."""
-    found = import_module(f".{folder}", __package__).FORMAT
+def _made(row: KnownFormat) -> Format:
+    """The format of a line: one that is given others here, since a format knows none itself, or else what its module calls ``FORMAT``."""
+    where = f"{__package__}.{row.module or row.name.replace('-', '_')}"
+    found = _GIVEN.get(row.name) or import_module(where).FORMAT
     if not isinstance(found, Format):
-        raise TypeError(f"{__package__}.{folder}: FORMAT is no Format, but a {type(found).__name__}")
+        raise TypeError(f"{where}: FORMAT is no Format, but a {type(found).__name__}")
+    if (said := (found.name, found.family, found.also)) != row[:3]:
+        raise TypeError(f"{where}: its name, family and also are {said}, and in KNOWN of formats/known.py {row[:3]}")
     return found
 
 
 _WEIGHTS = (HF, PEFT, APART, HuggingFaceFormat(alone=FSDP_WHOLE))
-FORMATS: tuple[Format, ...] = (
+_OF_OTHERS: tuple[Format, ...] = (
     MegatronDistFormat(HF, MEGATRON),
-    MEGATRON,
-    _of("universal"),
-    _of("deepspeed"),
     HfRunFormat(TRANSFORMERS, _WEIGHTS),
     HfRunFormat(ACCELERATE, _WEIGHTS, HuggingFaceFormat),
-    _of("dcp"),
-    _of("fsdp_ranks"),
-    HF,
-    PEFT,
-    TORCH,
 )
+_GIVEN: Mapping[str, Format] = {form.name: form for form in _OF_OTHERS}
+FORMATS: tuple[Format, ...] = tuple(map(_made, KNOWN))
 """In the order in which a folder is looked at."""
 OF_ENGINES: tuple[Format, ...] = (TORCH,)
 """What an engine of ours keeps of any module, which may be none that other formats have: in a step beside models of these, it goes along
@@ -85,8 +83,8 @@ _log = log_of(__name__)
 
 
 def named() -> list[Format]:
-    """All formats in the order in which people name them: by family, and in it first the one that is called so."""
-    return sorted(FORMATS, key=lambda one: (one.family, one.name != one.family))
+    """All formats in the order in which people name them."""
+    return sorted(FORMATS, key=lambda one: for_people(one.name, one.family))
 
 
 def format_named(name: str) -> Format:

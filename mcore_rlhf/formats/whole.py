@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from errno import ENOENT
 from functools import partial
+from itertools import zip_longest
 from os import strerror
 from typing import Any
 
@@ -29,7 +31,16 @@ from mcore_rlhf.core.catalog import (
     row_major,
 )
 from mcore_rlhf.core.chunks import Chunks
-from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, NotACheckpoint, Unsupported, Untrusted, shown
+from mcore_rlhf.errors import (
+    CheckpointError,
+    Corrupt,
+    Incomplete,
+    LayoutMismatch,
+    NotACheckpoint,
+    Unsupported,
+    Untrusted,
+    shown,
+)
 from mcore_rlhf.families.fsdp.model import model_config, num_layers
 from mcore_rlhf.families.megatron.arguments import DISTRIBUTED, Arguments, check_against_arguments
 from mcore_rlhf.families.megatron.complete import refuse_part, require_complete
@@ -48,6 +59,7 @@ from mcore_rlhf.storage.reading import ByteSource, opened, parse_json
 from mcore_rlhf.storage.record_file import Container, Raw, StoredFile
 
 from .base import FileLayout, Format, Target, TargetFile
+from .believing import SURPRISES
 from .beside import of_ranks_in, run_of, told_run, weights_alone, whole_sidecar, with_degrees
 from .places import entry_of, lay, parts_of_ranks, require_places, row_of, rows_of_ranks
 from .readback import Written, by_file, differences, placed, surprised
@@ -189,19 +201,27 @@ class WholeFormat(Format):
     def _refuse_deaf(
         self, entries: Sequence[TensorEntry], tensors: Tensors, source: Source, options: WriteOptions
     ) -> None:
-        """A degree that is asked for is gone by: files that are the same where it is 1 are none of that degree."""
-        at = source.parallel
-        for axis, degree, single, parallel in (
-            ("tp", options.tp, replace(options, tp=1), ParallelConfig(pp=at.pp, dp=at.dp)),
-            ("pp", options.pp, replace(options, pp=1), ParallelConfig(tp=at.tp, dp=at.dp)),
-            ("dp", options.dp, replace(options, dp=1), ParallelConfig(tp=at.tp, pp=at.pp)),
+        """A degree that is asked for is gone by: where the files are those of degree 1, nobody would find it in them."""
+        etp = 1 if source.parallel.etp == source.parallel.tp else source.parallel.etp
+        for axis, degree, single, degrees in (
+            ("tp", options.tp, replace(options, tp=1), {"tp": 1, "etp": etp}),
+            ("pp", options.pp, replace(options, pp=1), {"pp": 1, "vpp": 1, "pipeline_layout": None}),
+            ("dp", options.dp, replace(options, dp=1), {"dp": 1}),
         ):
-            alone = replace(source, parallel=parallel)
-            if degree not in (None, 1) and entries == [*self.laid(tensors, alone, single)]:
+            if degree not in (None, 1) and self._lays(entries, tensors, source, single, degrees):
                 raise Unsupported(
-                    f"--{axis} {degree}: format {self.name} lays the same files whatever it is\n"
-                    "Leave it out. Whoever wrote the format: laid has to go by it, or takes has to be without it."
+                    f"--{axis} {degree}: format {self.name} lays the same files with --{axis} 1, for this model\n"
+                    "Leave it out. Where larger models are laid the same, too, laid has to go by it, or takes has to be without it."
                 )
+
+    def _lays(
+        self, entries: Sequence[TensorEntry], tensors: Tensors, source: Source, options: WriteOptions, degrees: Mapping[str, Any]
+    ) -> bool:  # fmt: skip
+        """Whether other degrees give the same files; it ends at the first tensor that they lay otherwise, or not at all."""
+        with suppress(CheckpointError, *SURPRISES):
+            source = replace(source, parallel=replace(source.parallel, **degrees))
+            return all(one == other for one, other in zip_longest(entries, self.laid(tensors, source, options)))
+        return False
 
     def _again(self, files: Sequence[str], role: str, path: ReadablePath) -> tuple[list[TensorEntry], Sidecar | None]:
         """What the reader makes of what the writer lays out."""

@@ -385,7 +385,7 @@ def test_the_command_line_starts_without_torch() -> None:
 # What is true of a format stands in its folder, as an attribute: nobody else asks for one by its name. These words are other things.
 _OTHER_THINGS = {
     "suggestions.py": "formats, by what others call them",
-    "formats/registry.py": "folders of formats, each in its line",
+    "formats/known.py": "the names of all, each in its line, and nothing that asks for one",
     "storage/urls.py": "a scheme",
     "families/megatron/state.py": "a family of names",
     "families/options.py": "what is written where nobody says what",

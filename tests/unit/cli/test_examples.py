@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -44,6 +46,18 @@ def test_the_help_shows_them(cli: Cli, command: str) -> None:
 def test_every_format_is_named(cli: Cli, command: str) -> None:
     line = cli(command, "--help").words().partition("Formats: ")[2]
     assert all(re.search(rf"(^|\W){re.escape(known.name)}(\W|$)", line) for known in FORMATS)
+
+
+def test_the_help_imports_no_reader() -> None:
+    """The registry and all formats took longer than the rest of the command."""
+    code = (
+        "import sys; from mcore_rlhf.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print([name for name in sys.modules if name.startswith('mcore_rlhf.formats.')])"
+    )
+    run = subprocess.run([sys.executable, "-c", code, "convert", "--help"], capture_output=True, text=True)
+    assert "Formats: megatron, megatron-dist (torch_dist), " in run.stdout, run.stderr
+    assert run.stdout.splitlines()[-1] == "['mcore_rlhf.formats.known']"
 
 
 @pytest.mark.parametrize(

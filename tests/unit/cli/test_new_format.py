@@ -14,6 +14,7 @@ from mcore_rlhf.families.source import Source
 from mcore_rlhf.formats import registry
 from mcore_rlhf.formats.base import Format, Target
 from mcore_rlhf.formats.hf import FORMAT as HF
+from mcore_rlhf.formats.known import KNOWN, KnownFormat
 from mcore_rlhf.storage.paths import ReadablePath
 
 from .conftest import Cli
@@ -67,6 +68,24 @@ def test_it_is_converted_to_planned_and_looked_at(
     assert {tensor["dtype"] for tensor in facts["tensors"]} == {"float32"}
     refused = cli("convert", *wanted, "--tp", 2)
     assert (refused.code, "--tp: means nothing with --to sheaf" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            KnownFormat("hf", "megatron"),
+            r"formats\.hf: its name, family and also are \('hf', 'module', ''\), and in KNOWN",
+        ),
+        (KnownFormat("hf", "module", "safetensors"), "its name, family and also"),
+        (KnownFormat("sheaf", "module", module="hf"), "its name, family and also"),
+        (KnownFormat("sheaf", "module", module="checksums"), "FORMAT"),
+    ],
+)
+def test_a_line_says_what_the_format_says(row: KnownFormat, words: str) -> None:
+    with pytest.raises((TypeError, AttributeError), match=words):
+        registry._made(row)
+    assert [registry._made(one).name for one in KNOWN] == [one.name for one in registry.FORMATS]
 
 
 def test_a_run_writes_its_tracker_anew(

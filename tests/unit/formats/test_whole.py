@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rlhf.convert import ConvertOptions, convert
 from mcore_rlhf.core.facts import same
@@ -17,10 +20,8 @@ from mcore_rlhf.errors import Corrupt, Incomplete, LayoutMismatch, Unsupported, 
 from mcore_rlhf.families.options import ReadOptions
 from mcore_rlhf.families.sidecar import STATE
 from mcore_rlhf.formats import registry
-from mcore_rlhf.formats.beside import beside_of
 from mcore_rlhf.formats.readback import differences
 from mcore_rlhf.formats.whole import (
-    Box,
     ModuleState,
     ParamGroup,
     ReadablePath,
@@ -53,6 +54,7 @@ from mcore_rlhf.storage.reading import opened as open_file
 from mcore_rlhf.verify.checkpoint import Depth, verify
 
 GOLDEN = Path(__file__).resolve().parents[2] / "goldens" / "transformers" / "checkpoint-2"
+MEGATRON = GOLDEN.parents[1] / "megatron" / "tp2pp2dp2_bf16_do"
 RUN, RANKS = "run.json", 3
 HEAD = head_of({"dealt": 1})
 
@@ -270,12 +272,38 @@ def test_what_a_formats_own_files_make_up_is_said(monkeypatch: pytest.MonkeyPatc
 def test_degrees_are_gone_by_or_refused(dealt: Path, tmp_path: Path) -> None:
     """``--tp 2`` and ``--pp 2`` were taken, and the files were those of one rank."""
     for axis in ("tp", "pp"):
-        with pytest.raises(Unsupported, match=f"--{axis} 2: format dealt lays the same files whatever it is\n"):
+        with pytest.raises(
+            Unsupported, match=f"--{axis} 2: format dealt lays the same files with --{axis} 1, for this"
+        ):
             convert(dealt, tmp_path / axis, ConvertOptions(to="dealt", write=WriteOptions(**{axis: 2})))
         assert not (tmp_path / axis).exists()
     convert(dealt, tmp_path / "two", ConvertOptions(to="dealt", fsync=False, write=WriteOptions(dp=2, tp=1, pp=1)))
     assert {path.name for path in (tmp_path / "two").glob("*.bin")} == {"rank0.bin", "rank1.bin"}
     assert registry.open_checkpoint(tmp_path / "two", ReadOptions()).parallel.dp == 2
+
+
+def test_who_cannot_lay_other_degrees_goes_by_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only what the user asked for is tried, each once, up to the first tensor that lies elsewhere; what fails there refuses nothing."""
+    form, asked, given = DealtFormat(), list[tuple[int | None, ...]](), Counter[tuple[int | None, ...]]()
+    own = form.laid
+
+    def laid(tensors: Tensors, source: Source, options: WriteOptions) -> Iterator[TensorEntry]:
+        at = (options.tp, options.pp, options.dp)
+        asked.append((*at, source.parallel.tp, source.parallel.pp, source.parallel.dp))
+        if options.pp == 1:
+            raise LayoutMismatch("not with one stage") if options.dp == 2 else KeyError("stage")
+        for entry in own(tensors, source, options):
+            given[at] += 1
+            yield entry
+
+    monkeypatch.setattr(form, "laid", laid)
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, form))
+    for dp in (2, 4):
+        asked.clear()
+        convert(GOLDEN, tmp_path / f"dp{dp}", ConvertOptions(to="dealt", fsync=False, write=WriteOptions(pp=2, dp=dp)))
+        assert asked == [(None, 2, dp, 1, 2, dp), (None, 1, dp, 1, 1, dp), (None, 2, 1, 1, 2, 1)]
+        assert given[None, 2, dp] > given[None, 2, 1] >= 1
+        given.clear()
 
 
 def test_random_states_of_ranks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -309,45 +337,97 @@ def test_random_states_of_ranks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ({"ranks": [7]}, "ranks/0: expected an object, found 7"),
         ({"parallel": {"tp": -4}}, "what is said of its degrees: parallel degrees must be at least 1: tp"),
-        ({"parallel": {"tp": "2"}}, "what is said of its degrees: "),
-        ({"parallel": {"x": 2}}, "what is said of its degrees: "),
+        ({"parallel": {"tp": "2"}}, "what is said of its degrees: tp is '2'"),
+        ({"parallel": {"dp": 2.0}}, "what is said of its degrees: dp is 2.0"),
+        ({"parallel": {"dp": True}}, "what is said of its degrees: dp is True"),
+        ({"parallel": {"pp": None}}, "what is said of its degrees: pp is None"),
+        ({"parallel": {"pipeline_layout": ["E"]}}, "what is said of its degrees: pipeline_layout is ['E']"),
         ({"parallel": {"dp": 1 << 60}}, "what is said of its degrees: degrees of 1152921504606846976 ranks"),
     ],
 )
 def test_ranks_that_no_run_has_are_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Any, words: str
 ) -> None:
+    with pytest.raises(Corrupt) as refused:
+        _opened_saying(monkeypatch, tmp_path, said)
+    assert words in str(refused.value)
+
+
+def test_degrees_are_as_a_run_has_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A degree of a newer release is none that is damaged."""
+    said = {"parallel": {"dp": 2, "pipeline_layout": None}}
+    assert _opened_saying(monkeypatch, tmp_path, said).parallel.dp == 2
+    with pytest.raises(Unsupported, match="degrees: 'hsdp' is not known; a newer release may have written it"):
+        _opened_saying(monkeypatch, tmp_path / "newer", {"parallel": {"dp": 2, "hsdp": 2}})
+
+
+def _opened_saying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: Any) -> Source:
+    """A folder of which what lies beside says something else."""
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
     convert(GOLDEN, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
     (tmp_path / "dealt" / MANIFEST_NAME).unlink()
     state = tmp_path / "dealt" / STATE
     state.write_text(json.dumps({**json.loads(state.read_text()), **said}))
-    with pytest.raises(Corrupt) as refused:
-        registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
-    assert words in str(refused.value)
+    return registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
 
 
-def test_a_run_told_whole_is_read_whole() -> None:
-    """Whatever a source has besides tensors, as JSON of a format's own."""
-    for golden in (GOLDEN, GOLDEN.parents[1] / "megatron" / "tp2pp2dp2_bf16_do"):
-        source = registry.open_checkpoint(golden, ReadOptions())
-        told = json.loads(json.dumps(told_run(source)))
-        missing, made, other = differences(run_of(told), beside_of(source)[0])
-        assert (missing, made, other) == ([], [], [])
-        assert len(run_of(told).ranks) == (1 if golden == GOLDEN else 4)
+@pytest.mark.parametrize(
+    ("there", "here", "alike"),
+    [
+        (2**53, 2**53 + 1, False), (float(2**53), 2**53 + 1, False), (10**400, 1.0, False), (10**400, 10**400, True), (2, 2.0, True),
+        (True, 1, False), (math.nan, math.nan, True), ([2**53, (1,)], (2**53, [1.0]), True), ({"a": 10**400}, {"a": math.inf}, False),
+    ],
+)  # fmt: skip
+def test_what_stands_twice_is_compared_exactly(there: Any, here: Any, alike: bool) -> None:
+    """Numbers went through a float: two of them were one, and a long one was an OverflowError."""
+    own, kept = (Sidecar(state=TrainingState(7, other={"seen": value})) for value in (there, here))
+    missing, made, other = differences(own, kept)
+    assert (missing, made, not other) == ([], [], alike)
+
+
+def test_a_run_told_whole_is_what_its_framework_stored() -> None:
+    """Nothing of it goes through our reader a second time: it is held against what torch reads of the framework's own files."""
+    source = registry.open_checkpoint(GOLDEN, ReadOptions())
+    run = run_of(json.loads(json.dumps(told_run(source))))
+    groups = torch.load(GOLDEN / "optimizer.pt", weights_only=False)["param_groups"]
+    trained = [name for group in run.state.groups for name in group.params]
+    assert [[trained[number] for number in group["params"]] for group in groups] == [
+        list(group.params) for group in run.state.groups
+    ]
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    assert same([{key: group.fields[key] for key in settings[0]} for group in run.state.groups], settings)
+    assert same(dict(run.state.scheduler or {}), torch.load(GOLDEN / "scheduler.pt", weights_only=False))
+    assert run.state.iteration == json.loads((GOLDEN / "trainer_state.json").read_text())["global_step"] == 2
+    (ours,), theirs = run.ranks, torch.load(GOLDEN / "rng_state.pth", weights_only=False)
+    assert same((ours["random"], ours["numpy"]), (theirs["python"], theirs["numpy"]))
+
+
+def test_the_run_of_every_rank_is_told() -> None:
+    """Four ranks of Megatron's store random states, which differ; their degrees and arguments are those of the folder's name."""
+    run = run_of(json.loads(json.dumps(told_run(registry.open_checkpoint(MEGATRON, ReadOptions())))))
+    assert {"tp": 2, "pp": 2, "dp": 2}.items() <= run.parallel.items()
+    assert {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "bf16": True,
+    }.items() <= run.state.args.items()
+    states = [one["rng_state"][0]["rng_tracker_states"]["model-parallel-rng"] for one in run.ranks]
+    assert len({str(state) for state in states}) == 4
 
 
 def test_parts_of_ranks_are_megatrons() -> None:
-    """Gate and up of a fused matrix are cut each; what is not cut, every rank has."""
-    source = registry.open_checkpoint(GOLDEN.parents[1] / "megatron" / "tp1_bf16_do", ReadOptions())
+    """Each rank has what Megatron's files of it hold, in their order; what is not cut, every rank has."""
+    source = registry.open_checkpoint(MEGATRON, ReadOptions())
     for spec in source.model.params:
         name = TensorName(source.role, spec.name)
-        parts = list(parts_of_ranks(source, name, spec.global_shape, 2))
-        if spec.partition.dim is None:
-            assert parts == [(rank, Box.whole(spec.global_shape)) for rank in range(2)]
-        else:
-            assert [rank for rank, _ in parts] == [0] * spec.partition.blocks + [1] * spec.partition.blocks
-            assert sum(box.numel for _, box in parts) == Box.whole(spec.global_shape).numel
+        entry = source.catalog.get(name)
+        assert entry is not None
+        of_ranks = [(int(PurePosixPath(chunk.record.file).parent.name.split("_")[2]), chunk) for chunk in entry.chunks]
+        stored = sorted(of_ranks, key=lambda one: (one[0], one[1].start))
+        assert [*parts_of_ranks(source, name, spec.global_shape, 2)] == [(rank, chunk.box) for rank, chunk in stored]
+    gate_and_up = TensorName(source.role, "decoder.layers.0.mlp.linear_fc1.weight")
+    rows = [(rank, box.offset[0], box.shape) for rank, box in parts_of_ranks(source, gate_and_up, (192, 64), 2)]
+    assert rows == [(0, 0, (48, 64)), (0, 96, (48, 64)), (1, 48, (48, 64)), (1, 144, (48, 64))]
     words = next(spec for spec in source.model.params if spec.partition.vocabulary)
     with pytest.raises(LayoutMismatch, match=r"word_embeddings.* cannot be divided equally over 7"):
         list(parts_of_ranks(source, TensorName(source.role, words.name), words.global_shape, 7))
