@@ -55,11 +55,11 @@ def steps_of(ctx: click.Context) -> Iterable[int]:
 
 def formats(ctx: click.Context) -> Iterable[str]:
     """What a checkpoint can be converted to: formats, and runs of trainers."""
-    from mcore_rlhf.formats.registry import FORMATS
+    from mcore_rlhf.formats.known import KNOWN
     from mcore_rlhf.trainers.known import TRAINERS
 
     del ctx
-    return [*(known.name for known in FORMATS), *(one.name for one in TRAINERS if one.formats)]
+    return [*(known.name for known in KNOWN), *(one.name for one in TRAINERS if one.formats)]
 
 
 def names_of_configs(ctx: click.Context) -> Iterable[str]:

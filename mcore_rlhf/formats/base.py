@@ -126,7 +126,6 @@ class Format(Names, ABC):
     """A checkpoint format: its names, and three functions.
 
     Args:
-        also: What the help says of it in brackets: another name, what it is not. Its line in :mod:`.known` says the same.
         tracker: The file in a root that names the checkpoint which is meant; it is written anew with every step. Empty for none.
         joins: The tracker of runs that go on, into which a checkpoint of this format is added, named by its own tracker; empty for none.
         markers: What a folder of this format, or a root, has one of in it, as a name or a pattern; none where every folder is looked into.
@@ -137,7 +136,6 @@ class Format(Names, ABC):
         tokenizer_beside: Whether its framework leaves a folder ``tokenizer`` beside a step's own files.
     """
 
-    also: str = ""
     tracker: str = ""
     joins: str = ""
     markers: tuple[str, ...] = ()

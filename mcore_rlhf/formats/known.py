@@ -14,7 +14,7 @@ class KnownFormat(NamedTuple):
 
     Args:
         name, family: See :class:`~mcore_rlhf.families.source.Names`.
-        also: See :class:`~.base.Format`.
+        also: What the help says of it in brackets: another name, what it is not.
         module: The file or folder; empty where it is called as the format is, with ``_`` for ``-``.
     """
 

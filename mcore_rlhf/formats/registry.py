@@ -58,8 +58,8 @@ def _made(row: KnownFormat) -> Format:
     found = _GIVEN.get(row.name) or import_module(where).FORMAT
     if not isinstance(found, Format):
         raise TypeError(f"{where}: FORMAT is no Format, but a {type(found).__name__}")
-    if (said := (found.name, found.family, found.also)) != row[:3]:
-        raise TypeError(f"{where}: its name, family and also are {said}, and in KNOWN of formats/known.py {row[:3]}")
+    if (said := (found.name, found.family)) != row[:2]:
+        raise TypeError(f"{where}: its name and family are {said}, and in KNOWN of formats/known.py {row[:2]}")
     return found
 
 

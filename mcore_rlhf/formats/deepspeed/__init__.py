@@ -32,7 +32,6 @@ class DeepSpeedFormat(Format):
     """DeepSpeed's own checkpoints, written by ``engine.save_checkpoint``."""
 
     name = "deepspeed"
-    also = "ZeRO"
     holds_adapters = True
     takes = (Takes.MODEL_PARALLEL, Takes.DATA_PARALLEL, Takes.ZERO_STAGE, Takes.DTYPE, Takes.LIKE)
     deals_groups = True

@@ -23,7 +23,6 @@ class MegatronDistFormat(Format):
     """
 
     name = "megatron-dist"
-    also = "torch_dist"
     family = "megatron"
     takes = (
         Takes.MODEL_PARALLEL,

@@ -21,7 +21,6 @@ class TorchFormat(Format):
     """One file ``state.pt`` of ``torch.save``, as ``TorchEngine`` writes it."""
 
     name = NAME
-    also = "state.pt of torch.save; Megatron's --ckpt-format torch is megatron"
     takes = (Takes.DTYPE, Takes.LIKE)
     own_sidecar = holds_adapters = True
     markers = (FILE,)

@@ -75,10 +75,9 @@ def test_it_is_converted_to_planned_and_looked_at(
     [
         (
             KnownFormat("hf", "megatron"),
-            r"formats\.hf: its name, family and also are \('hf', 'module', ''\), and in KNOWN",
+            r"formats\.hf: its name and family are \('hf', 'module'\), and in KNOWN",
         ),
-        (KnownFormat("hf", "module", "safetensors"), "its name, family and also"),
-        (KnownFormat("sheaf", "module", module="hf"), "its name, family and also"),
+        (KnownFormat("sheaf", "module", module="hf"), "its name and family"),
         (KnownFormat("sheaf", "module", module="checksums"), "FORMAT"),
     ],
 )
