@@ -116,7 +116,7 @@ class SmallTensor:
         return int(self.item())
 
     def __bool__(self) -> bool:
-        return bool(self.item())
+        return bool(self.item()) if self.numel() == 1 else self.numel() > 0  # of several: that there are some
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SmallTensor):
