@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 
 from mcore_rlhf.core.catalog import (
     FLOATING,
+    MASTER,
     PARAM,
     Box,
     Chunk,
@@ -85,7 +87,7 @@ class WholeFormat(Format):
     """
 
     own_sidecar = True
-    takes = (Takes.DTYPE, Takes.RNG)
+    takes: tuple[Takes, ...] = (Takes.DTYPE, Takes.RNG)
     weights_alone: bool = False
 
     def __init_subclass__(cls) -> None:
@@ -326,7 +328,7 @@ def whole_source(
 
     Raises:
         Incomplete: There are no arguments, or states of an optimizer without param groups; a file ends before a tensor does; a part of
-            a tensor, or a layer's, is missing; there is no tensor, or none of the role.
+            a tensor, or a layer's, or a master beside others, is missing; there is no tensor, or none of the role.
         Corrupt: A tensor is there twice, or a part of one lies outside of it, or of its record, or is of another type; two parts are of
             the same elements, or lie in the same bytes.
         Untrusted: A tensor lies in a file that is not listed, or before its beginning.
@@ -347,6 +349,7 @@ def whole_source(
         )
     trained = {entry.name.param for entry in entries if entry.name.state != PARAM}
     weights = [entry for entry in entries if entry.name.state == PARAM]
+    _require_masters(root, entries)
     of = _of_megatron if form.family == MegatronState.names else _of_module
     model, family = of(root, weights, trained, beside, options)
     parallel, family = of_ranks_in(beside, family, str(root))
@@ -364,6 +367,27 @@ def whole_source(
         origin=beside.origin,
         family=family,
     )
+
+
+def _require_masters(root: ReadablePath, entries: Sequence[TensorEntry]) -> None:
+    """Of weights of one type whose optimizer has the same states besides, all have a master or none: it is more than its weight says.
+
+    Raises:
+        Incomplete: One has none.
+    """
+    types, states = dict[str, DType](), defaultdict[str, set[str]](set)
+    for entry in entries:
+        if entry.name.state == PARAM:
+            types[entry.name.param] = entry.dtype
+        else:
+            states[entry.name.param].add(entry.name.state)
+    with_master = {(types.get(param), frozenset(of - {MASTER})) for param, of in states.items() if MASTER in of}
+    for param, of in states.items():
+        if MASTER not in of and (types.get(param), frozenset(of)) in with_master:
+            raise Incomplete(
+                f"{root}: {shown(param)} has {', '.join(sorted(of))} and no {MASTER}, which others of its kind have: a row of the index is "
+                "missing, or a file\nCopy the folder again from where it came from."
+            )
 
 
 _OPTIMIZER = {MegatronState.names: DISTRIBUTED, ModuleState.names: "torch"}
@@ -392,7 +416,8 @@ def _of_megatron(
     of_model = Arguments(
         {key: value for key, value in args.values.items() if key != "padded_vocab_size"}
     )  # the rows say it
-    check_against_arguments(of_model, STATE, model, None, ParallelConfig())
+    where = STATE if (root / STATE).is_file() else "the format's own files"
+    check_against_arguments(of_model, where, model, None, ParallelConfig())
     return model, MegatronState(None, args, [], names, [])
 
 

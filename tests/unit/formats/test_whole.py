@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -459,6 +460,19 @@ def test_a_file_that_is_missing_or_ends_too_early_is_named(dealt: Path) -> None:
     _told(dealt, file="rank9.bin")
     with pytest.raises(Incomplete, match=r"rank9\.bin: is missing, and belongs to a checkpoint of format dealt"):
         registry.open_checkpoint(dealt, ReadOptions())
+
+
+def test_a_master_that_is_missing_beside_others_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was made of its rounded weight, and the account said that nothing was lost."""
+    monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, DealtFormat()))
+    convert(MEGATRON, tmp_path / "dealt", ConvertOptions(to="dealt", fsync=False))
+    (tmp_path / "dealt" / MANIFEST_NAME).unlink()
+    run = json.loads((tmp_path / "dealt" / RUN).read_text())
+    at = next(at for at, (_, state, *_) in enumerate(run["tensors"]) if state == "master")
+    name = run["names"][run["tensors"].pop(at)[0]]
+    (tmp_path / "dealt" / RUN).write_text(json.dumps(run))
+    with pytest.raises(Incomplete, match=rf"'{re.escape(name)}' has exp_avg, exp_avg_sq and no master, which others"):
+        registry.open_checkpoint(tmp_path / "dealt", ReadOptions())
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01\x02", HEAD[:-1], b"\xff" * 8 + b"{}"])
