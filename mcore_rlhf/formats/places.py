@@ -185,10 +185,10 @@ def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
         raise (Incomplete if "nowhere" in why else Corrupt)(
             f"{what}{why}: its index is damaged, or a rank's part is missing"
         )
-    cut = [dim for dim, n in enumerate(whole.shape) if any(box.shape[dim] != n for box in boxes)]
     if any(box.step for box in boxes):
-        _require_disjoint(what, boxes, cut)
+        _require_disjoint(what, boxes)
         return
+    cut = [dim for dim, n in enumerate(whole.shape) if any(box.shape[dim] != n for box in boxes)]
     if len(cut) > _MOST_CUT:
         raise Unsupported(f"{what}is cut in {len(cut)} dimensions; up to {_MOST_CUT} are followed")
     corners, ends = Counter[Shape](), list(product((0, 1), repeat=len(cut)))
@@ -202,31 +202,25 @@ def _require_whole(root: ReadablePath, entry: TensorEntry) -> None:
         )
 
 
-def _require_disjoint(what: str, boxes: Sequence[Box], cut: Sequence[int]) -> None:
-    """The same where parts have every so-many-th element: as many elements as the tensor's are in them, so that none may be in two.
+def _require_disjoint(what: str, boxes: Sequence[Box]) -> None:
+    """The same where parts have every so-many-th element: as many elements as the tensor's are in them, so that none may be in two."""
+    from mcore_rlhf.storage.dcp.checks import (
+        overlap,
+    )  # with all of DCP, for what is rare
 
-    Only those are compared that can meet in the dimension that is cut most often.
-    """
-    begins = {dim: len({box.offset[dim] for box in boxes}) for dim in cut}
-    most = max(begins, key=begins.__getitem__, default=0)  # in a single part nothing is cut
-    ordered = sorted(boxes, key=lambda box: box.offset[most])
-    for number, box in enumerate(ordered):
-        for further in range(number + 1, len(ordered)):
-            other = ordered[further]
-            if other.offset[most] >= box.stop[most]:
-                break
-            try:
-                both = box.intersect(other)
-            except ValueError as error:
-                raise Unsupported(f"{what}{error}") from None
-            if both is not None:
-                raise Corrupt(f"{what}{box} and {other} both have {both}: its index is damaged")
+    try:
+        shared = overlap(boxes)
+    except ValueError as error:
+        raise Unsupported(f"{what}{error}") from None
+    if shared is not None:
+        one, other = shared
+        raise Corrupt(f"{what}{one} and {other} both have {one.intersect(other)}: its index is damaged")
 
 
-def _is_one(name: TensorName, other: TensorName, weights: Mapping[str, object]) -> bool:
-    """Whether two tensors may be the same bytes; parameters are tied whose weights are."""
+def _is_one(name: TensorName, other: TensorName, weights: Mapping[str, int]) -> bool:
+    """Whether two tensors may be the same bytes; parameters are tied whose weights are, which have the same number then."""
     states = {name.state, other.state}
-    tied = name.param == other.param or weights.get(name.param, name) == weights.get(other.param)
+    tied = name.param == other.param or weights.get(name.param, -1) == weights.get(other.param)
     return states == {PARAM} or (tied and (len(states) == 1 or states == {PARAM, MASTER}))
 
 
@@ -236,11 +230,11 @@ def _require_apart(root: ReadablePath, entries: Sequence[TensorEntry]) -> None:
     Those lie in the same bytes as the same part, and have the same type.
     """
     spans = list[tuple[str, int, int, TensorName, Box, DType]]()
-    weights = {
-        entry.name.param: [(c.record.file, c.record.byte_offset, c.start, c.box) for c in entry.chunks]
-        for entry in entries
-        if entry.name.state == PARAM
-    }
+    numbers, weights = dict[object, int](), dict[str, int]()  # of places, so that lists of many parts are compared once
+    for entry in entries:
+        if entry.name.state == PARAM:
+            places = tuple((c.record.file, c.record.byte_offset, c.start, c.box) for c in entry.chunks)
+            weights[entry.name.param] = numbers.setdefault(places, len(numbers))
     for entry in entries:
         for chunk in entry.chunks:
             if chunk.box.numel and chunk.strides == row_major(chunk.box.shape):

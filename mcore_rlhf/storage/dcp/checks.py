@@ -124,6 +124,9 @@ def overlap(held: Sequence[Box]) -> tuple[Box, Box] | None:
 
     Args:
         held: Boxes of one tensor, none of them empty.
+
+    Raises:
+        ValueError: Two have steps that cannot be compared.
     """
     if len(held) < 2:
         return None
@@ -145,14 +148,19 @@ def overlap(held: Sequence[Box]) -> tuple[Box, Box] | None:
 def _parted(boxes: Sequence[Box], dim: int) -> Iterator[list[Box]]:
     """Groups of boxes between which there is a cut, from edge to edge, across a dimension."""
     ordered = sorted(boxes, key=lambda box: box.offset[dim])
-    part, stop = [ordered[0]], ordered[0].offset[dim] + ordered[0].shape[dim]
+    part, stop = [ordered[0]], _stop(ordered[0], dim)
     for box in ordered[1:]:
         if box.offset[dim] >= stop:
             yield part
             part = []
         part.append(box)
-        stop = max(stop, box.offset[dim] + box.shape[dim])
+        stop = max(stop, _stop(box, dim))
     yield part
+
+
+def _stop(box: Box, dim: int) -> int:
+    """``box.stop`` of one dimension, without the others: there are many boxes, and hardly any has steps."""
+    return box.offset[dim] + box.shape[dim] if box.step is None else box.stop[dim]
 
 
 def _pair(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
